@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from hashlib import sha256
 from typing import Any, NamedTuple, TypeVar
 
 import msgpack
@@ -307,6 +308,14 @@ def check_loss_mask(mask: Any) -> tuple[int, ...]:
     if not isinstance(mask, list | tuple):
         raise ProtocolError(f"loss mask must be a list of run lengths, not {type(mask).__name__}")
     return tuple(_nat(x) for x in mask)
+
+
+def fit_id(text: str) -> str:
+    """``text`` itself, or when it exceeds MAX_ID_BYTES a shortened form that is still unique."""
+    raw = text.encode(errors="replace")
+    if len(raw) <= MAX_ID_BYTES:
+        return raw.decode()
+    return f"{raw[:400].decode(errors='ignore')}#{sha256(raw).hexdigest()[:32]}"
 
 
 def encode_loss_mask(mask: npt.ArrayLike) -> tuple[int, ...]:

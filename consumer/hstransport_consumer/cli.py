@@ -1,0 +1,165 @@
+"""``hstransport-consumer``: the process beside the server that writes the shards."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import logging
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from hstransport import __version__
+from hstransport.errors import HsTransportError
+from hstransport.session import check_session_name, default_root
+from hstransport.settings import parse_size
+
+from .console import Status, set_up_logging
+from .packer import Packer
+from .stream import Streams
+from .writer import DatasetWriter
+
+logger = logging.getLogger(__name__)
+
+_EXAMPLE = """\
+example:
+  HSTRANSPORT=1 python -m sglang.launch_server --model-path MODEL --port 30000
+  hstransport-consumer --out /data/shards          # beside it, before or after
+
+The consumer waits for a server if there is none yet, runs until it is interrupted (Ctrl-C or
+SIGTERM, which leave all that was received on disk), and goes on in the same directory next time.
+
+exit status: 0 stopped in order; 1 something went wrong; 2 bad arguments, or a directory, session
+or ring that cannot be used.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    console = Console(stderr=True)
+    set_up_logging(console, verbose=arguments.verbose)
+    try:
+        return _run(arguments, console)
+    except (HsTransportError, OSError) as e:
+        if arguments.verbose:
+            raise
+        print(f"hstransport-consumer: error: {e}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hstransport-consumer",
+        description="Pack the hidden states of a running SGLang server into zstd shards.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", required=True, type=Path, help="directory of the shards")
+    parser.add_argument("--session", help="the server's HSTRANSPORT_SESSION (default: the only one)")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=default_root(),
+        help="the server's HSTRANSPORT_DIR (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--shard-size", default="4GiB", help="begin a new shard beyond this (default: %(default)s)"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="packing threads (default: 1)")
+    parser.add_argument(
+        "--durability",
+        choices=("process", "machine"),
+        default="process",
+        help="what survives: the death of this process (default), or of the machine (fsync before "
+        "the ring is freed)",
+    )
+    parser.add_argument(
+        "--flush-s",
+        type=float,
+        default=0.5,
+        help="pack what has come after this many seconds though it is little (default: 0.5)",
+    )
+    parser.add_argument(
+        "--exit-when-done", action="store_true", help="stop once the server has ended"
+    )
+    parser.add_argument("--verbose", action="store_true", help="debug lines and tracebacks")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    return parser
+
+
+class _Stop:
+    """Set by SIGINT or SIGTERM; a second signal ends at once, which loses nothing either."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.asked = True
+
+
+def _run(arguments: argparse.Namespace, console: Console) -> int:
+    session = None if arguments.session is None else check_session_name(arguments.session)
+    try:
+        shard_bytes = parse_size(arguments.shard_size)
+    except ValueError as e:
+        raise HsTransportError(f"--shard-size: {e}") from None
+    stop = _Stop()
+    writer = DatasetWriter(
+        arguments.out,
+        shard_bytes=shard_bytes,
+        threads=arguments.threads,
+        durability=arguments.durability,
+    )
+    try:
+        streams = Streams(arguments.dir, session)
+        packer = Packer(streams, writer, flush_s=arguments.flush_s)
+        try:
+            with Status(console) as status:
+                _loop(packer, streams, status, stop, exit_when_done=arguments.exit_when_done)
+        finally:
+            packer.close()
+    finally:
+        writer.close()
+    return 0
+
+
+def _loop(
+    packer: Packer, streams: Streams, status: Status, stop: _Stop, *, exit_when_done: bool
+) -> None:
+    waiting = False
+    while not stop.asked:
+        try:
+            packer.step()
+        except OSError as e:
+            _wait_for_room(e, stop)
+            packer.totals.full_waits += 1
+        if not waiting and not packer.seen:
+            waiting = True
+            logger.info("waiting for a server under %s", streams.root)
+        status.show(packer.totals, streams.live)
+        if exit_when_done and packer.seen and packer.idle:
+            break
+    packer.drain()
+    status.show(packer.totals, streams.live, final=True)
+
+
+def _wait_for_room(error: OSError, stop: _Stop) -> None:
+    """A full disk loses nothing: the records stay in the ring until there is room."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        raise error
+    logger.error("disk full: %s; the ring holds what comes, retrying every second", error)
+    for _ in range(10):
+        if stop.asked:
+            raise error
+        time.sleep(0.1)

@@ -1,0 +1,98 @@
+"""What a person sees while the consumer runs: one live line, or plain log lines."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.logging import RichHandler
+from rich.text import Text
+
+from .packer import Totals
+from .stream import RingStream
+
+_REFRESH_S = 0.25
+_LOG_EVERY_S = 10.0
+
+
+class Status:
+    """Shows totals and the rings' fill: live on a terminal, else a log line every 10 s on change."""
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._started = self._shown = time.monotonic()
+        self._last: tuple[float, int] = (self._started, 0)
+        self._rate = 0.0
+        self._said: tuple[int, ...] = ()
+
+    def __enter__(self) -> Status:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, totals: Totals, streams: Sequence[RingStream], *, final: bool = False) -> None:
+        """Refresh when it is time to; ``final`` says it in any case."""
+        now = time.monotonic()
+        every = _REFRESH_S if self._live else _LOG_EVERY_S
+        if not final and now - self._shown < every:
+            return
+        self._shown = now
+        self._measure(now, totals.raw_bytes)
+        line = describe(totals, streams, self._rate)
+        if self._live:
+            self._live.update(Text(line), refresh=True)
+            return
+        key = (totals.records, totals.samples, len(streams))
+        if final or key != self._said:
+            self._said = key
+            logging.getLogger("hstransport_consumer").info(line)
+
+    def _measure(self, now: float, raw_bytes: int) -> None:
+        then, before = self._last
+        if now - then >= 1.0 or raw_bytes < before:
+            self._rate = (raw_bytes - before) / max(now - then, 1e-9) / 1e9
+            self._last = (now, raw_bytes)
+
+
+def describe(totals: Totals, streams: Sequence[RingStream], gbs: float) -> str:
+    """``12 samples (11 whole, 1 dropped) · 3,456 tokens · 0.12 GB/s · ratio 1.49 · ring 3 % …``"""
+    states = ", ".join(f"{n} {state}" for state, n in sorted(totals.states.items()))
+    ratio = f"{totals.raw_bytes / totals.stored_bytes:.3f}" if totals.stored_bytes else "-"
+    used = sum(s.reader.used_bytes for s in streams)
+    size = sum(s.reader.capacity_bytes for s in streams)
+    ring = f"ring {100 * used / size:.0f} %" if size else "no server"
+    drops = sum(s.reader.counters.dropped_records for s in streams)
+    parts = [
+        f"{totals.samples:,} samples" + (f" ({states})" if states else ""),
+        f"{totals.tokens:,} tokens",
+        f"{gbs:.2f} GB/s",
+        f"ratio {ratio}",
+        ring,
+        f"drops {drops:,}",
+    ]
+    for count, what in ((totals.malformed, "malformed"), (totals.torn, "torn")):
+        if count:
+            parts.append(f"{count:,} {what} records")
+    return " · ".join(parts)
+
+
+def set_up_logging(console: Console, *, verbose: bool) -> None:
+    """Log through rich on a terminal (the live line stays below), plainly elsewhere."""
+    handler: logging.Handler
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S")
+        form = "%(message)s"
+    else:
+        handler = logging.StreamHandler()
+        form = "%(asctime)s %(levelname)s %(message)s"
+    handler.setFormatter(logging.Formatter(form))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.DEBUG if verbose else logging.INFO)

@@ -1,0 +1,192 @@
+"""One ring as a stream of decoded records, and the set of rings that a consumer follows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from hstransport.channel import Subscriber
+from hstransport.errors import ConfigError, ProtocolError, RingError
+from hstransport.protocol import Event, Rows, SessionInfo, unpack_event, unpack_info
+from hstransport.ring import Record, RingReader
+from hstransport.session import RingPath, find_rings, find_sessions
+
+logger = logging.getLogger(__name__)
+
+States = npt.NDArray[np.uint16]
+
+
+@dataclass(frozen=True)
+class Received:
+    """A decoded record; its states are a read-only view of the ring until it is released."""
+
+    record: Record
+    event: Event | None
+    """None when the metadata broke the protocol: the record was counted and is to be skipped."""
+    states: States | None
+    """``[planes, rows, hidden]`` bf16 bits of ROWS; None otherwise, or when rows never arrived."""
+
+
+@dataclass
+class StreamCounters:
+    """What happened on one ring since this consumer attached."""
+
+    records: int = 0
+    bytes: int = 0
+    malformed: int = 0
+    """Records whose metadata or size broke the protocol; skipped."""
+    torn: int = 0
+    """Records that the server had begun and never committed when it died."""
+    errors: list[str] = field(default_factory=list)
+
+
+class RingStream:
+    """Follows one ring from its tail on. Raises RingBusyError when another consumer holds it."""
+
+    def __init__(self, place: RingPath) -> None:
+        self.place = place
+        self._reader = RingReader.attach(place.path)
+        try:
+            self.info: SessionInfo = unpack_info(self._reader.info)
+        except ProtocolError:
+            self._reader.close()
+            raise
+        self.counters = StreamCounters()
+
+    @property
+    def reader(self) -> RingReader:
+        return self._reader
+
+    def read(self) -> Received | None:
+        """The next committed record, or None when there is none now."""
+        record = self._reader.read()
+        if record is None and self._reader.pending() and not self._reader.producer_alive():
+            self._skip_torn()
+            record = self._reader.read()
+        if record is None:
+            return None
+        self.counters.records += 1
+        self.counters.bytes += record.record_bytes
+        try:
+            event = unpack_event(record.kind, record.meta)
+            return Received(record, event, self._states(record, event))
+        except ProtocolError as e:
+            self.counters.malformed += 1
+            logger.warning("record %d of ring %s skipped: %s", record.seq, self.place.path, e)
+            return Received(record, None, None)
+
+    def ended(self) -> bool:
+        """True when the producer is gone and everything it committed has been read."""
+        return (
+            not self._reader.producer_alive()
+            and self._reader.cursor == self._reader.head
+            and not self._reader.pending()
+        )
+
+    def close(self) -> bool:
+        """Let go of the ring; True when it was drained, its producer gone, and it was removed."""
+        removed = self._reader.unlink_if_orphaned()
+        if removed:
+            self.place.path.with_suffix(".sock").unlink(missing_ok=True)
+        self._reader.close()
+        return removed
+
+    def _states(self, record: Record, event: Event) -> States | None:
+        if not isinstance(event, Rows) or record.abandoned:
+            return None
+        info = self.info
+        expected = event.rows * info.row_bytes
+        if len(record.payload) != expected:
+            raise ProtocolError(f"payload of {len(record.payload)} bytes, metadata say {expected}")
+        states: States = record.payload.view(np.uint16)
+        return states.reshape(info.planes, event.rows, info.hidden)
+
+    def _skip_torn(self) -> None:
+        while self._reader.pending():
+            skipped = self._reader.skip_pending()
+            if skipped is None:
+                return
+            self.counters.torn += 1
+            logger.warning(
+                "record %d of ring %s was begun and never committed: its server died",
+                skipped.seq,
+                self.place.path,
+            )
+
+
+class Streams:
+    """The rings of a session, found as they appear.
+
+    ``session`` None means: the one session that exists under ``root``; several are an error.
+    """
+
+    def __init__(self, root: Path, session: str | None) -> None:
+        self.root = root
+        self.session = session
+        self.subscriber = Subscriber()
+        self.live: list[RingStream] = []
+        self._refused: dict[Path, str] = {}
+
+    def discover(self, accept: Callable[[SessionInfo], None]) -> list[RingStream]:
+        """Attach to rings not seen before. ``accept`` raises for a run that does not fit.
+
+        A ring that cannot be used is reported once and left alone.
+        """
+        known = {s.place.path for s in self.live}
+        found = []
+        for place in self._places():
+            if place.path in known or place.path in self._refused:
+                continue
+            try:
+                stream = RingStream(place)
+            except FileNotFoundError:
+                continue  # its owner unlinked it between the two looks
+            except (RingError, ProtocolError, PermissionError) as e:
+                self._refused[place.path] = str(e)
+                logger.warning("ring %s is left alone: %s", place.path, e)
+                continue
+            try:
+                accept(stream.info)
+            except BaseException:
+                stream.close()
+                raise
+            self.subscriber.connect(place.endpoint)
+            self.live.append(stream)
+            found.append(stream)
+        return found
+
+    @property
+    def refused(self) -> dict[Path, str]:
+        """Rings that cannot be used, with the reason."""
+        return dict(self._refused)
+
+    def drop(self, stream: RingStream) -> bool:
+        """Stop following a ring; True when its file was removed."""
+        self.live.remove(stream)
+        self.subscriber.disconnect(stream.place.endpoint)
+        return stream.close()
+
+    def close(self) -> None:
+        for stream in list(self.live):
+            self.drop(stream)
+        self.subscriber.close()
+
+    def _places(self) -> list[RingPath]:
+        if self.session is None:
+            names = find_sessions(self.root)
+            if len(names) > 1:
+
+                raise ConfigError(
+                    f"{self.root} holds the sessions {', '.join(names)}: name one with --session"
+                )
+            if not names:
+                return []
+            self.session = names[0]
+        return find_rings(self.root, self.session)
+
+

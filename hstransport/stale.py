@@ -1,0 +1,43 @@
+"""What a new server run does about the rings that earlier runs of its session left."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from .errors import ConfigError, RingError
+from .protocol import SessionInfo
+from .ring import inspect_ring, remove_orphan
+from .session import find_rings
+
+logger = logging.getLogger(__name__)
+
+
+def report_older_rings(root: Path, info: SessionInfo) -> None:
+    """Say what is in them, remove those that are empty, refuse a session that is being served.
+
+    Raises ConfigError when a live server already writes this session and rank.
+    """
+    for ring in find_rings(root, info.session):
+        try:
+            state = inspect_ring(ring.path)
+            if state.producer_alive:
+                if ring.rank == info.rank:
+                    raise ConfigError(
+                        f"session {info.session!r} is already served by another process (ring "
+                        f"{ring.path}): give this server its own HSTRANSPORT_SESSION"
+                    )
+            elif state.records == 0:
+                remove_orphan(ring.path)
+            else:
+                logger.warning(
+                    "hstransport: an earlier run of session %s left %d records (%d bytes) in %s "
+                    "that no consumer has taken; hstransport-consumer takes them and then removes "
+                    "the ring, or delete the file to give them up",
+                    info.session,
+                    state.records,
+                    state.bytes,
+                    ring.path,
+                )
+        except (RingError, OSError) as e:
+            logger.warning("hstransport: ring %s of an earlier run: %s", ring.path, e)

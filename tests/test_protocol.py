@@ -1,0 +1,156 @@
+"""Metadata and messages: what is packed comes back, what is malformed is refused."""
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hstransport.errors import ProtocolError
+from hstransport.protocol import (
+    END,
+    MAX_LABEL_BYTES,
+    ROWS,
+    START,
+    End,
+    Message,
+    Rows,
+    Segment,
+    SessionInfo,
+    Start,
+    check_labels,
+    decode_loss_mask,
+    encode_loss_mask,
+    fit_id,
+    pack_event,
+    pack_info,
+    pack_message,
+    unpack_event,
+    unpack_info,
+    unpack_message,
+)
+
+INFO = SessionInfo("ab12", "s", "m", "0.5.20", (2, 3), True, 64, 6)
+
+
+def tokens(*ids):
+    return np.array(ids, np.int32)
+
+
+def test_events_come_back_as_they_were():
+    start = Start(7, "id", "rid", tokens(1, 2, 3), {"k": "v", "n": 1, "b": True}, (1, 2), 5.5)
+    kind, data = pack_event(start)
+    back = unpack_event(kind, data)
+    assert kind == START
+    assert back.prompt.tolist() == [1, 2, 3]
+    assert (back.sid, back.id, back.rid, back.labels, back.loss_mask, back.time) == (
+        7,
+        "id",
+        "rid",
+        {"k": "v", "n": 1, "b": True},
+        (1, 2),
+        5.5,
+    )
+    rows = Rows((Segment(7, 0, 3), Segment(9, 12, 1)))
+    assert unpack_event(*pack_event(rows)) == rows
+    end = End(7, "length", 3, tokens(9), dropped=2, cached=1, detail="why")
+    back = unpack_event(*pack_event(end))
+    assert (back.sid, back.reason, back.tokens, back.output.tolist()) == (7, "length", 3, [9])
+    assert (back.dropped, back.cached, back.detail) == (2, 1, "why")
+
+
+def test_fields_appended_by_a_later_release_are_ignored():
+    kind, data = pack_event(End(1, "finished", 2, tokens()))
+    raw = msgpack.unpackb(data) | {"later": [1, 2]}
+    assert unpack_event(kind, msgpack.packb(raw)).tokens == 2
+    message = msgpack.unpackb(pack_message(Message("ab", 0, ROWS, 1, 64, 128, b"x"))) + ["later"]
+    assert unpack_message(msgpack.packb(message)).seq == 1
+    info = msgpack.unpackb(pack_info(INFO)) | {"later": 1}
+    assert unpack_info(msgpack.packb(info)) == INFO
+
+
+def map_with(event, **changes):
+    kind, data = pack_event(event)
+    return kind, msgpack.packb(msgpack.unpackb(data) | changes)
+
+
+START_OK = Start(1, "i", "r", tokens(1))
+MALFORMED = {
+    "not msgpack": (ROWS, b"\xc1"),
+    "truncated": (ROWS, pack_event(Rows((Segment(1, 0, 1),)))[1][:-1]),
+    "not a map": (ROWS, msgpack.packb([1, 2, 3])),
+    "unknown kind": (77, msgpack.packb({})),
+    "absent field": (END, msgpack.packb({"sid": 1})),
+    "segments not in threes": (ROWS, msgpack.packb({"seg": [1, 2]})),
+    "no segments": (ROWS, msgpack.packb({"seg": []})),
+    "empty segment": (ROWS, msgpack.packb({"seg": [1, 2, 0]})),
+    "negative position": (ROWS, msgpack.packb({"seg": [1, -2, 1]})),
+    "float for a number": (ROWS, msgpack.packb({"seg": [1, 2.0, 1]})),
+    "boolean for a number": (ROWS, msgpack.packb({"seg": [1, True, 1]})),
+    "absurd number": (ROWS, msgpack.packb({"seg": [1, 2**63, 1]})),
+    "tokens not in fours": map_with(START_OK, prompt=b"abc"),
+    "tokens as text": map_with(START_OK, prompt="abcd"),
+    "id too long": map_with(START_OK, id="x" * 600),
+    "labels not a map": map_with(START_OK, labels=[1]),
+    "nested label": map_with(START_OK, labels={"a": {"b": 1}}),
+    "labels too large": map_with(START_OK, labels={"a": "x" * MAX_LABEL_BYTES}),
+    "mask of negatives": map_with(START_OK, mask=[-1]),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_metadata_is_refused(case):
+    with pytest.raises(ProtocolError):
+        unpack_event(*MALFORMED[case])
+
+
+@given(st.binary(max_size=200), st.sampled_from([ROWS, START, END, 0, 9]))
+def test_random_bytes_never_raise_anything_else(data, kind):
+    for unpack in (lambda: unpack_event(kind, data), lambda: unpack_message(data)):
+        try:
+            unpack()
+        except ProtocolError:
+            pass
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"v": 2}, {"hidden": 0}, {"hidden": 1 << 30}, {"dtype": "float32"}, {"layers": [-1]}],
+)
+def test_session_info_of_another_version_or_shape_is_refused(change):
+    raw = msgpack.unpackb(pack_info(INFO)) | change
+    with pytest.raises(ProtocolError):
+        unpack_info(msgpack.packb(raw))
+
+
+def test_version_mismatch_names_both_versions():
+    raw = msgpack.unpackb(pack_info(INFO)) | {"v": 9}
+    with pytest.raises(ProtocolError, match=r"9.*1"):
+        unpack_info(msgpack.packb(raw))
+
+
+@given(st.lists(st.integers(0, 1), max_size=60))
+def test_loss_mask_runs_are_reversible(mask):
+    runs = encode_loss_mask(mask)
+    assert decode_loss_mask(runs, len(mask)).tolist() == mask
+
+
+def test_loss_mask_begins_with_zeros_and_generated_tokens_count():
+    assert encode_loss_mask([0, 0, 1, 1, 1]) == (2, 3)
+    assert encode_loss_mask([1, 0]) == (0, 1, 1)
+    assert decode_loss_mask((2, 1), 5).tolist() == [0, 0, 1, 1, 1]
+
+
+def test_long_ids_are_shortened_and_stay_distinct():
+    a, b = "x" * 1000 + "a", "x" * 1000 + "b"
+    assert fit_id("short") == "short"
+    assert fit_id(a) != fit_id(b)
+    assert len(fit_id(a).encode()) <= 512
+
+
+def test_labels_keep_scalars_and_refuse_the_rest():
+    assert check_labels({"a": None, "b": 1.5}) == {"a": None, "b": 1.5}
+    with pytest.raises(ProtocolError, match="labels must be a map"):
+        check_labels("x")
+    with pytest.raises(ProtocolError):
+        check_labels({"huge": 2**80})

@@ -1,0 +1,91 @@
+"""Settings from the environment: what is allowed works, what is not is named."""
+
+from pathlib import Path
+
+import pytest
+
+from hstransport.errors import ConfigError
+from hstransport.settings import ENVIRONMENT, from_environment, parse_layers, parse_size
+
+ON = {"HSTRANSPORT": "1"}
+
+
+@pytest.mark.parametrize("environ", [{}, {"HSTRANSPORT": ""}, {"HSTRANSPORT": "0"}])
+def test_capture_is_off_unless_switched_on(environ):
+    assert from_environment(environ) is None
+
+
+def test_defaults_are_eagle3_layers_and_final_of_prompts():
+    settings = from_environment(ON)
+    assert settings.layers.resolve(32) == (2, 16, 29)
+    assert settings.layers.final
+    assert (settings.rows, settings.requests, settings.policy) == ("prompt", "all", "block")
+    assert str(settings.root).startswith("/dev/shm/hstransport-")
+
+
+def test_every_setting_is_taken():
+    settings = from_environment(
+        ON
+        | {
+            "HSTRANSPORT_SESSION": "kimi.2",
+            "HSTRANSPORT_DIR": "/tmp/rings",
+            "HSTRANSPORT_LAYERS": "3, 31,59",
+            "HSTRANSPORT_ROWS": "all",
+            "HSTRANSPORT_REQUESTS": "tagged",
+            "HSTRANSPORT_RING_BYTES": "1.5MiB",
+            "HSTRANSPORT_POLICY": "drop",
+            "HSTRANSPORT_BLOCK_S": "0.25",
+        }
+    )
+    assert settings.session == "kimi.2"
+    assert settings.root == Path("/tmp/rings")
+    assert settings.layers.resolve(61) == (3, 31, 59)
+    assert not settings.layers.final
+    assert settings.rows == "all"
+    assert settings.requests == "tagged"
+    assert settings.ring_bytes == 1572864
+    assert (settings.policy, settings.block_s) == ("drop", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("HSTRANSPORT", "yes", "1 (on)"),
+        ("HSTRANSPORT_SESSION", "a/b", "letters, digits"),
+        ("HSTRANSPORT_SESSION", "..", "letters, digits"),
+        ("HSTRANSPORT_LAYERS", "2,-1", "'-1' is not allowed"),
+        ("HSTRANSPORT_LAYERS", "2,2", "named twice"),
+        ("HSTRANSPORT_LAYERS", "", "is not allowed"),
+        ("HSTRANSPORT_LAYERS", "last", "'final'"),
+        ("HSTRANSPORT_ROWS", "some", "prompt and all"),
+        ("HSTRANSPORT_REQUESTS", "none", "all and tagged"),
+        ("HSTRANSPORT_RING_BYTES", "big", "512MiB"),
+        ("HSTRANSPORT_RING_BYTES", "4096", "at least 1MiB"),
+        ("HSTRANSPORT_POLICY", "wait", "block and drop"),
+        ("HSTRANSPORT_BLOCK_S", "-1", "0 to 3600"),
+        ("HSTRANSPORT_BLOCK_S", "nan", "0 to 3600"),
+        ("HSTRANSPORT_LAYER", "2", "not a setting"),
+    ],
+)
+def test_bad_value_is_named_with_what_is_allowed(name, value, told):
+    with pytest.raises(ConfigError) as caught:
+        from_environment(ON | {name: value})
+    assert told in str(caught.value)
+    assert name in str(caught.value) or name == "HSTRANSPORT_SESSION"
+
+
+def test_eagle3_and_named_layers_are_joined_without_repeats():
+    assert parse_layers("eagle3,2,5,final").resolve(6) == (2, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1", 1), ("2K", 2048), ("512MiB", 512 << 20), ("8 GB", 8 << 30)]
+)
+def test_sizes_are_binary(text, size):
+    assert parse_size(text) == size
+
+
+def test_every_variable_is_documented_with_its_default_or_values():
+    page = (Path(__file__).parent.parent / "README.md").read_text()
+    for name in ENVIRONMENT:
+        assert name in page, f"{name} is missing from README.md"
