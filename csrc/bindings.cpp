@@ -1,0 +1,121 @@
+// hstransport._core: errors and the codec. bindings_ring.cpp has the ring.
+#include "bindings.h"
+
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+
+#include "check.h"
+#include "codec.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace hst {
+
+static const char* class_of(Fault fault) {
+  switch (fault) {
+    case Fault::kConfig:
+      return "ConfigError";
+    case Fault::kLayout:
+      return "RingLayoutError";
+    case Fault::kCorrupt:
+      return "RingCorruptError";
+    case Fault::kBusy:
+      return "RingBusyError";
+    case Fault::kLease:
+      return "LeaseError";
+    case Fault::kRing:
+      break;
+  }
+  return "RingError";
+}
+
+static void translate(const std::exception_ptr& thrown, void*) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const Error& e) {
+    const nb::object type = nb::module_::import_("hstransport.errors").attr(class_of(e.fault));
+    PyErr_SetString(type.ptr(), e.what());
+  } catch (const OsError& e) {
+    // OSError(errno, text, path) makes the subclass that belongs to errno.
+    const nb::object args = nb::make_tuple(e.code, e.what(), e.path.c_str());
+    PyErr_SetObject(PyExc_OSError, args.ptr());
+  }
+}
+
+using Bytes = nb::ndarray<uint8_t, nb::c_contig, nb::device::cpu>;
+using ConstBytes = nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>;
+
+// The gate for addresses: what the kernels assume is checked here.
+static void check_words(uintptr_t address, uint64_t rows, uint64_t hidden, uint64_t stride_bytes) {
+  check(rows < uint64_t{1} << 32 && hidden < uint64_t{1} << 30, Fault::kConfig, "rows=", rows,
+        ", hidden=", hidden, ": must be less than 2**32 and 2**30");
+  check(address % 2 == 0 && stride_bytes % 2 == 0, Fault::kConfig, "address=", address,
+        ", stride_bytes=", stride_bytes, ": bf16 words lie at even addresses");
+  check(rows <= 1 || stride_bytes >= 2 * hidden, Fault::kConfig, "stride_bytes=", stride_bytes,
+        ": rows of ", 2 * hidden, " bytes would overlap");
+  check(address != 0 || rows * hidden == 0, Fault::kConfig, "the address is null");
+}
+
+static void check_size(const char* name, uint64_t got, uint64_t want) {
+  check(got == want, Fault::kConfig, name, " has ", got, " bytes, must have ", want);
+}
+
+void bind_codec(nb::module_& m) {
+  m.def(
+      "split_planes",
+      [](uintptr_t src_addr, uint64_t rows, uint64_t hidden, uint64_t src_stride_bytes,
+         const ConstBytes& bias, const Bytes& exponents, const Bytes& mantissas) {
+        check_words(src_addr, rows, hidden, src_stride_bytes);
+        check_size("bias", bias.size(), hidden);
+        check_size("exponents", exponents.size(), rows * hidden);
+        check_size("mantissas", mantissas.size(), rows * hidden);
+        nb::gil_scoped_release unlocked;
+        split_planes(reinterpret_cast<const uint8_t*>(src_addr), rows, hidden, src_stride_bytes,
+                     bias.data(), exponents.data(), mantissas.data());
+      },
+      "src_addr"_a, "rows"_a, "hidden"_a, "src_stride_bytes"_a, "bias"_a, "exponents"_a,
+      "mantissas"_a,
+      "Split rows of bf16 words into exponent bytes (less the column's bias) and sign+mantissa "
+      "bytes.");
+  m.def(
+      "join_planes",
+      [](const ConstBytes& exponents, const ConstBytes& mantissas, const ConstBytes& bias,
+         uintptr_t dst_addr, uint64_t rows, uint64_t hidden, uint64_t dst_stride_bytes) {
+        check_words(dst_addr, rows, hidden, dst_stride_bytes);
+        check_size("bias", bias.size(), hidden);
+        check_size("exponents", exponents.size(), rows * hidden);
+        check_size("mantissas", mantissas.size(), rows * hidden);
+        nb::gil_scoped_release unlocked;
+        join_planes(exponents.data(), mantissas.data(), bias.data(),
+                    reinterpret_cast<uint8_t*>(dst_addr), rows, hidden, dst_stride_bytes);
+      },
+      "exponents"_a, "mantissas"_a, "bias"_a, "dst_addr"_a, "rows"_a, "hidden"_a,
+      "dst_stride_bytes"_a, "The exact inverse of split_planes.");
+  m.def(
+      "median_exponents",
+      [](uintptr_t src_addr, uint64_t rows, uint64_t hidden, uint64_t src_stride_bytes) {
+        check_words(src_addr, rows, hidden, src_stride_bytes);
+        check(rows >= 1, Fault::kConfig, "rows=0: no rows have no median");
+        auto* medians = new uint8_t[hidden + 1];  // (+1: numpy wants an address for no bytes too)
+        nb::capsule owner(medians, [](void* p) noexcept { delete[] static_cast<uint8_t*>(p); });
+        {
+          nb::gil_scoped_release unlocked;
+          median_exponents(reinterpret_cast<const uint8_t*>(src_addr), rows, hidden,
+                           src_stride_bytes, medians);
+        }
+        return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(medians, {hidden}, owner);
+      },
+      "src_addr"_a, "rows"_a, "hidden"_a, "src_stride_bytes"_a,
+      "The lower median of each column's exponents: uint8[hidden].");
+}
+
+}  // namespace hst
+
+NB_MODULE(_core, m) {
+  m.doc() = "Native part of hstransport: the shared-memory ring and the byte-plane codec.";
+  nb::register_exception_translator(hst::translate);
+  hst::bind_ring(m);
+  hst::bind_codec(m);
+}

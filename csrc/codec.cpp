@@ -1,0 +1,103 @@
+#include "codec.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+namespace hst {
+
+// The row kernels are plain loops that the compiler vectorises, compiled twice: for any CPU, and
+// for AVX2, which is chosen at run time. (Not target_clones: its ifuncs need glibc, and sanitizers
+// do not survive them.)
+#define HST_ROW_KERNEL static inline __attribute__((always_inline)) void
+#if defined(__x86_64__)
+#define HST_HAVE_AVX2 1
+#define HST_AVX2 __attribute__((target("avx2")))
+#endif
+
+HST_ROW_KERNEL split_row(const uint16_t* __restrict src, size_t n, const uint8_t* __restrict bias,
+                         uint8_t* __restrict exponents, uint8_t* __restrict mantissas) {
+  for (size_t i = 0; i < n; ++i) {
+    const uint16_t x = src[i];
+    exponents[i] = static_cast<uint8_t>((x >> 7) - bias[i]);
+    mantissas[i] = static_cast<uint8_t>((x & 127) | (x >> 8 & 128));
+  }
+}
+
+HST_ROW_KERNEL join_row(const uint8_t* __restrict exponents, const uint8_t* __restrict mantissas,
+                        const uint8_t* __restrict bias, size_t n, uint16_t* __restrict dst) {
+  for (size_t i = 0; i < n; ++i) {
+    const uint16_t exponent = static_cast<uint8_t>(exponents[i] + bias[i]);
+    const uint16_t mantissa = mantissas[i];
+    dst[i] = static_cast<uint16_t>(exponent << 7 | (mantissa & 127) | (mantissa & 128) << 8);
+  }
+}
+
+#define HST_SPLIT_ROWS(name, attributes)                                                     \
+  attributes static void name(const uint8_t* src, size_t rows, size_t hidden, size_t stride, \
+                              const uint8_t* bias, uint8_t* exponents, uint8_t* mantissas) { \
+    for (size_t r = 0; r < rows; ++r) {                                                      \
+      split_row(reinterpret_cast<const uint16_t*>(src + r * stride), hidden, bias,           \
+                exponents + r * hidden, mantissas + r * hidden);                             \
+    }                                                                                        \
+  }
+#define HST_JOIN_ROWS(name, attributes)                                                      \
+  attributes static void name(const uint8_t* exponents, const uint8_t* mantissas,            \
+                              const uint8_t* bias, uint8_t* dst, size_t rows, size_t hidden, \
+                              size_t stride) {                                               \
+    for (size_t r = 0; r < rows; ++r) {                                                      \
+      join_row(exponents + r * hidden, mantissas + r * hidden, bias, hidden,                 \
+               reinterpret_cast<uint16_t*>(dst + r * stride));                               \
+    }                                                                                        \
+  }
+
+HST_SPLIT_ROWS(split_any, )
+HST_JOIN_ROWS(join_any, )
+#ifdef HST_HAVE_AVX2
+HST_SPLIT_ROWS(split_avx2, HST_AVX2)
+HST_JOIN_ROWS(join_avx2, HST_AVX2)
+static const bool kAvx2 = [] {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2") != 0;
+}();
+#endif
+
+void split_planes(const uint8_t* src, size_t rows, size_t hidden, size_t stride_bytes,
+                  const uint8_t* bias, uint8_t* exponents, uint8_t* mantissas) {
+#ifdef HST_HAVE_AVX2
+  if (kAvx2) return split_avx2(src, rows, hidden, stride_bytes, bias, exponents, mantissas);
+#endif
+  split_any(src, rows, hidden, stride_bytes, bias, exponents, mantissas);
+}
+
+void join_planes(const uint8_t* exponents, const uint8_t* mantissas, const uint8_t* bias,
+                 uint8_t* dst, size_t rows, size_t hidden, size_t stride_bytes) {
+#ifdef HST_HAVE_AVX2
+  if (kAvx2) return join_avx2(exponents, mantissas, bias, dst, rows, hidden, stride_bytes);
+#endif
+  join_any(exponents, mantissas, bias, dst, rows, hidden, stride_bytes);
+}
+
+void median_exponents(const uint8_t* src, size_t rows, size_t hidden, size_t stride_bytes,
+                      uint8_t* medians) {
+  // Whole cache lines of a row at a time. Exponents of one column take few values, so although
+  // the histograms are 128 KiB only a small part of them is ever in use.
+  constexpr size_t kColumns = 128;
+  std::vector<uint32_t> counts(kColumns * 256);
+  for (size_t first = 0; first < hidden; first += kColumns) {
+    const size_t columns = std::min(kColumns, hidden - first);
+    std::fill(counts.begin(), counts.end(), 0);
+    for (size_t r = 0; r < rows; ++r) {
+      const uint16_t* row = reinterpret_cast<const uint16_t*>(src + r * stride_bytes) + first;
+      for (size_t c = 0; c < columns; ++c) ++counts[c * 256 + (row[c] >> 7 & 255)];
+    }
+    for (size_t c = 0; c < columns; ++c) {
+      size_t below = 0;
+      int value = -1;
+      while (below < (rows + 1) / 2) below += counts[c * 256 + ++value];
+      medians[first + c] = static_cast<uint8_t>(value);
+    }
+  }
+}
+
+}  // namespace hst

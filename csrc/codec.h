@@ -1,0 +1,23 @@
+// bf16 words apart into planes of bytes, and together again. Pure functions on memory.
+//
+//   word          s eeeeeeee mmmmmmm
+//   exponent      eeeeeeee - bias[column]   (mod 256)
+//   mantissa      s mmmmmmm
+//
+// Source and destination are rows of `hidden` words, `stride_bytes` apart; planes are contiguous.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace hst {
+
+void split_planes(const uint8_t* src, size_t rows, size_t hidden, size_t stride_bytes,
+                  const uint8_t* bias, uint8_t* exponents, uint8_t* mantissas);
+void join_planes(const uint8_t* exponents, const uint8_t* mantissas, const uint8_t* bias,
+                 uint8_t* dst, size_t rows, size_t hidden, size_t stride_bytes);
+// The lower median of each column's exponents. rows >= 1.
+void median_exponents(const uint8_t* src, size_t rows, size_t hidden, size_t stride_bytes,
+                      uint8_t* medians);
+
+}  // namespace hst

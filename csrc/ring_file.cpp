@@ -1,0 +1,216 @@
+#include "ring_file.h"
+
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+
+#include "check.h"
+
+namespace hst {
+
+Mapping::~Mapping() { ::munmap(base_, bytes_); }
+
+std::string RingFile::info() const {
+  return std::string(reinterpret_cast<const char*>(map->info()), map->info_bytes);
+}
+
+Counters RingFile::counters() const {
+  const Counters& c = map->header()->counters;
+  return {load_relaxed(&c.records), load_relaxed(&c.bytes), load_relaxed(&c.dropped_records),
+          load_relaxed(&c.dropped_bytes), load_relaxed(&c.stall_ns)};
+}
+
+bool RingFile::unlink() {
+  struct stat st{};
+  if (::stat(path.c_str(), &st) != 0) return errno == ENOENT;
+  if (st.st_dev != dev || st.st_ino != ino) return true;  // the name is another file's by now
+  return ::unlink(path.c_str()) == 0 || errno == ENOENT;
+}
+
+// Maps the file by another open() of its name (lock_file.h says why); it must be the same inode.
+static std::shared_ptr<Mapping> map_again(const std::string& path, const struct stat& locked,
+                                          Access access, int map_flags = 0) {
+  const int mode = access == Access::kRead ? O_RDONLY : O_RDWR;
+  const int fd = ::open(path.c_str(), mode | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  if (fd < 0) throw OsError(errno, "cannot open the ring", path);
+  struct stat st{};
+  if (::fstat(fd, &st) != 0 || st.st_dev != locked.st_dev || st.st_ino != locked.st_ino) {
+    ::close(fd);
+    throw OsError(ENOENT, "the ring was replaced while it was opened: look again", path);
+  }
+  const int prot = access == Access::kRead ? PROT_READ : PROT_READ | PROT_WRITE;
+  void* base = ::mmap(nullptr, locked.st_size, prot, MAP_SHARED | map_flags, fd, 0);
+  const int code = errno;
+  ::close(fd);
+  if (base == MAP_FAILED) throw OsError(code, "cannot map the ring", path);
+  return std::make_shared<Mapping>(static_cast<uint8_t*>(base), locked.st_size);
+}
+
+// Takes all the memory now: otherwise a full /dev/shm is a SIGBUS in the middle of a forward pass.
+static void allocate(int fd, const std::string& path, uint64_t file_bytes) {
+  const auto no_space = [&](uint64_t available) {
+    return OsError(ENOSPC,
+                   cat("a ring of ", file_bytes, " bytes does not fit, ", available,
+                       " bytes are available there: choose a smaller ring, or enlarge the file "
+                       "system (/dev/shm: mount -o remount,size=…, docker --shm-size)"),
+                   path);
+  };
+  struct statvfs fs{};
+  if (::fstatvfs(fd, &fs) != 0) throw OsError(errno, "cannot ask for free space", path);
+  const uint64_t available = uint64_t{fs.f_bavail} * fs.f_frsize;
+  // A tmpfs without a limit reports no blocks at all.
+  if (fs.f_blocks != 0 && available < file_bytes) throw no_space(available);
+  if (::ftruncate(fd, static_cast<off_t>(file_bytes)) != 0) {
+    throw OsError(errno, cat("cannot size the ring to ", file_bytes, " bytes"), path);
+  }
+  // In steps: tmpfs undoes an allocation that a signal interrupts, and a timer may send many.
+  constexpr uint64_t kStep = 64 << 20;
+  for (uint64_t at = 0; at < file_bytes;) {
+    const uint64_t step = std::min(kStep, file_bytes - at);
+    const int code = ::posix_fallocate(fd, static_cast<off_t>(at), static_cast<off_t>(step));
+    if (code == ENOSPC) throw no_space(available);
+    if (code != 0 && code != EINTR) throw OsError(code, "cannot allocate the ring", path);
+    if (code == 0) at += step;
+  }
+}
+
+static std::string temporary_name(const std::string& path) {
+  uint64_t random = 0;
+  if (::getrandom(&random, sizeof random, 0) != sizeof random) {
+    throw OsError(errno, "cannot draw a random name", path);
+  }
+  char suffix[32];
+  std::snprintf(suffix, sizeof suffix, ".%016llx.tmp", static_cast<unsigned long long>(random));
+  return path + suffix;
+}
+
+// Renames without replacing. Where renameat2 is not supported, link() refuses to replace as well.
+static void publish(const std::string& temporary, const std::string& path) {
+  if (::syscall(SYS_renameat2, AT_FDCWD, temporary.c_str(), AT_FDCWD, path.c_str(),
+                RENAME_NOREPLACE) == 0) {
+    return;
+  }
+  if (errno == EINVAL || errno == ENOSYS) {
+    if (::link(temporary.c_str(), path.c_str()) == 0) {
+      ::unlink(temporary.c_str());
+      return;
+    }
+  }
+  throw OsError(errno, errno == EEXIST ? "a ring of this name exists" : "cannot name the ring",
+                path);
+}
+
+std::unique_ptr<RingFile> RingFile::create(const std::string& path, uint64_t capacity_bytes,
+                                           const std::string& info) {
+  check(capacity_bytes >= kMinCapacityBytes && capacity_bytes % kPageBytes == 0 &&
+            capacity_bytes <= uint64_t{1} << 62,
+        Fault::kConfig, "capacity_bytes=", capacity_bytes,
+        ": must be a multiple of 4096, at least ", kMinCapacityBytes);
+  check(info.size() <= kMaxInfoBytes, Fault::kConfig, "info takes ", info.size(),
+        " bytes, at most ", kMaxInfoBytes, " are kept");
+  if (::access(path.c_str(), F_OK) == 0) throw OsError(EEXIST, "a ring of this name exists", path);
+
+  const std::string temporary = temporary_name(path);
+  const int fd =
+      ::open(temporary.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (fd < 0) throw OsError(errno, "cannot create the ring", path);
+  auto file = std::make_unique<RingFile>(path, fd);
+  try {
+    if (::fchmod(fd, 0600) != 0) throw OsError(errno, "cannot set the ring's mode", path);
+    const uint64_t header_bytes = align_up(kInfoOffset + info.size(), kPageBytes);
+    allocate(fd, path, header_bytes + capacity_bytes);
+    struct stat st{};
+    if (::fstat(fd, &st) != 0) throw OsError(errno, "cannot inspect the ring", path);
+    file->dev = st.st_dev;
+    file->ino = st.st_ino;
+    // Page tables are filled now, not by the first copies of a forward pass.
+    file->map = map_again(temporary, st, Access::kReadWrite, MAP_POPULATE);
+
+    RingHeader* header = file->map->header();
+    std::memcpy(header->magic, kMagic, sizeof kMagic);
+    header->version = kLayoutVersion;
+    header->header_bytes = static_cast<uint32_t>(header_bytes);
+    header->capacity_bytes = capacity_bytes;
+    header->info_bytes = static_cast<uint32_t>(info.size());
+    if (!info.empty()) std::memcpy(file->map->info(), info.data(), info.size());
+    file->map->header_bytes = header_bytes;
+    file->map->capacity_bytes = capacity_bytes;
+    file->map->info_bytes = info.size();
+    if (!file->lock.try_lock(Role::kProducer)) {
+      throw OsError(errno, "cannot lock the ring: its file system must support locks", path);
+    }
+    publish(temporary, path);
+  } catch (...) {
+    ::unlink(temporary.c_str());
+    throw;
+  }
+  return file;
+}
+
+static void check_header(RingFile& file, uint64_t file_bytes) {
+  const RingHeader* const header = file.map->header();
+  const std::string& path = file.path;
+  check(std::memcmp(header->magic, kMagic, sizeof kMagic) == 0, Fault::kLayout, path,
+        ": not a ring: it begins with ", hex(header->magic, sizeof kMagic), ", a ring with ",
+        hex(kMagic, sizeof kMagic));
+  const uint32_t version = header->version;
+  check(version == kLayoutVersion, Fault::kLayout, path, ": ring layout version ", version,
+        ", this release reads ", kLayoutVersion, ": use one hstransport release on both sides");
+  const uint64_t header_bytes = header->header_bytes;
+  const uint64_t capacity_bytes = header->capacity_bytes;
+  const uint64_t info_bytes = header->info_bytes;
+  check(header_bytes != 0 && header_bytes % kPageBytes == 0, Fault::kLayout, path,
+        ": header_bytes is ", header_bytes, ", must be a multiple of ", kPageBytes);
+  check(capacity_bytes >= kMinCapacityBytes && capacity_bytes % kPageBytes == 0, Fault::kLayout,
+        path, ": capacity_bytes is ", capacity_bytes, ", must be a multiple of ", kPageBytes,
+        ", at least ", kMinCapacityBytes);
+  check(header_bytes <= file_bytes && capacity_bytes == file_bytes - header_bytes, Fault::kLayout,
+        path, ": the header says ", header_bytes, " + ", capacity_bytes, " bytes, the file has ",
+        file_bytes);
+  check(info_bytes <= header_bytes - kInfoOffset, Fault::kLayout, path, ": info_bytes is ",
+        info_bytes, ", the header has room for ", header_bytes - kInfoOffset);
+  file.map->header_bytes = header_bytes;
+  file.map->capacity_bytes = capacity_bytes;
+  file.map->info_bytes = info_bytes;
+}
+
+std::unique_ptr<RingFile> RingFile::open(const std::string& path, Access access) {
+  const int mode = access == Access::kRead ? O_RDONLY : O_RDWR;
+  // O_NONBLOCK: opening a FIFO that was put there must not hang.
+  const int fd = ::open(path.c_str(), mode | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  if (fd < 0) {
+    const int code = errno;
+    check(code != EISDIR && code != ELOOP && code != ENXIO, Fault::kLayout, path,
+          ": not a ring: ", std::strerror(code), ", a ring is a regular file");
+    throw OsError(code, code == ENOENT ? "no such ring" : "cannot open the ring", path);
+  }
+  auto file = std::make_unique<RingFile>(path, fd);
+  struct stat st{};
+  if (::fstat(fd, &st) != 0) throw OsError(errno, "cannot inspect the ring", path);
+  check(S_ISREG(st.st_mode), Fault::kLayout, path, ": not a ring: not a regular file");
+  if (st.st_uid != ::geteuid()) {
+    throw OsError(EPERM,
+                  cat("the ring belongs to uid ", st.st_uid, ", this process runs as uid ",
+                      ::geteuid(), ": run the consumer as the server's user"),
+                  path);
+  }
+  const uint64_t file_bytes = static_cast<uint64_t>(st.st_size);
+  check(file_bytes >= kPageBytes, Fault::kLayout, path, ": not a ring: it has ", file_bytes,
+        " bytes, a ring at least ", kPageBytes + kMinCapacityBytes);
+  file->dev = st.st_dev;
+  file->ino = st.st_ino;
+  file->map = map_again(path, st, access);
+  check_header(*file, file_bytes);
+  return file;
+}
+
+}  // namespace hst

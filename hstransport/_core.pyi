@@ -1,0 +1,157 @@
+"""Types of the native module; hstransport/ring.py documents the ring for its users."""
+
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_Bytes = npt.NDArray[np.uint8]
+_Counters = tuple[int, int, int, int, int]
+
+class Reservation:
+    """A lease on a pending record: given back once, by ``commit()`` or ``abandon()``."""
+
+    @property
+    def seq(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def record_bytes(self) -> int: ...
+    @property
+    def payload_bytes(self) -> int: ...
+    @property
+    def payload(self) -> _Bytes:
+        """Writable uint8[payload_bytes], the shared memory itself. LeaseError once given back."""
+    @property
+    def address(self) -> int:
+        """Address of the payload, a multiple of 64. LeaseError once given back."""
+    @property
+    def ready_address(self) -> int:
+        """Address of the 4-byte ready word; 1 commits the record. LeaseError once given back."""
+    def copy_rows(
+        self, offset: int, address: int, rows: int, row_bytes: int, stride_bytes: int
+    ) -> None:
+        """Copy rows from ``address``, ``stride_bytes`` apart, to ``payload[offset:]``, contiguous.
+
+        Releases the GIL from 256 KiB on. ConfigError if the rows exceed the payload.
+        """
+    def commit(self) -> None: ...
+    def abandon(self) -> None: ...
+
+class RingWriter:
+    @staticmethod
+    def create(path: str, capacity_bytes: int, info: bytes) -> RingWriter: ...
+    def reserve(
+        self, kind: int, meta: bytes, payload_bytes: int, wait_s: float, leave_bytes: int
+    ) -> Reservation | None: ...
+    def max_payload_bytes(self, meta_bytes: int, leave_bytes: int) -> int: ...
+    def record_drop(self, payload_bytes: int) -> None: ...
+    def consumer_attached(self) -> bool: ...
+    def close(self) -> bool: ...
+    @property
+    def is_open(self) -> bool: ...
+    @property
+    def head(self) -> int: ...
+    @property
+    def tail(self) -> int: ...
+    @property
+    def counters(self) -> _Counters: ...
+
+class Record:
+    """A lease on a record that was read: a context manager, released once."""
+
+    @property
+    def seq(self) -> int: ...
+    @property
+    def kind(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def end_position(self) -> int: ...
+    @property
+    def record_bytes(self) -> int: ...
+    @property
+    def payload_bytes(self) -> int: ...
+    @property
+    def meta(self) -> bytes:
+        """A copy: it stays after the record is released."""
+    @property
+    def payload(self) -> _Bytes:
+        """Read-only uint8[payload_bytes], the shared memory itself; empty if abandoned.
+
+        LeaseError once released, or once the reader is closed.
+        """
+    @property
+    def abandoned(self) -> bool:
+        """The payload never arrived."""
+    @property
+    def released(self) -> bool: ...
+    def release(self) -> None:
+        """Give the bytes back. The ring's tail follows the longest prefix of released records."""
+    def __enter__(self) -> Record: ...
+    def __exit__(
+        self,
+        type: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Release the record unless that was done inside."""
+
+class RingReader:
+    @staticmethod
+    def attach(path: str) -> RingReader: ...
+    def read(self) -> Record | None: ...
+    def pending(self) -> bool: ...
+    def skip_pending(self) -> tuple[int, int, bytes, int, int] | None: ...
+    def producer_alive(self) -> bool: ...
+    def unlink_if_orphaned(self) -> bool: ...
+    def close(self) -> None: ...
+    @property
+    def is_open(self) -> bool: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def head(self) -> int: ...
+    @property
+    def tail(self) -> int: ...
+    @property
+    def cursor(self) -> int: ...
+    @property
+    def capacity_bytes(self) -> int: ...
+    @property
+    def info(self) -> bytes: ...
+    @property
+    def counters(self) -> _Counters: ...
+
+def inspect_ring(
+    path: str,
+) -> tuple[bytes, _Counters, int, int, int, int, int, int, bool, bool, bool]: ...
+def split_planes(
+    src_addr: int,
+    rows: int,
+    hidden: int,
+    src_stride_bytes: int,
+    bias: _Bytes,
+    exponents: Any,
+    mantissas: Any,
+) -> None:
+    """Split rows of bf16 words into ``(x >> 7) - bias`` and ``s mmmmmmm`` bytes.
+
+    ``exponents`` and ``mantissas`` are writable uint8 buffers of rows * hidden bytes. Releases the
+    GIL, as all three do. ConfigError if a size, stride or alignment does not fit.
+    """
+
+def join_planes(
+    exponents: Any,
+    mantissas: Any,
+    bias: _Bytes,
+    dst_addr: int,
+    rows: int,
+    hidden: int,
+    dst_stride_bytes: int,
+) -> None:
+    """The exact inverse of :func:`split_planes`."""
+
+def median_exponents(src_addr: int, rows: int, hidden: int, src_stride_bytes: int) -> _Bytes:
+    """The lower median of each column's exponents, uint8[hidden]; ``rows`` >= 1."""
