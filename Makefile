@@ -1,0 +1,43 @@
+# `make help` lists the targets. Everything runs in a virtual environment that `make setup` builds;
+# SGLANG_VERSION=0.5.18 make ... uses another SGLang release, in a virtual environment of its own.
+
+PYTHON ?= python3
+RIG := PYTHONPATH=tests $(PYTHON) -m rig.build_env
+VENV := $(shell $(RIG) --print-venv)
+PY := $(VENV)/bin/python
+CXX_FILES = $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.cuh)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast check lint format clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+setup: ## build .venv: SGLang for CPUs, hstransport, the test models (2 minutes; quick when done)
+	@$(RIG)
+
+demo: setup ## serve SmolLM2, extract hidden states of demo/prompts.jsonl into data/shards, verify
+	@$(PY) demo/run.py
+
+test: setup ## all tests, those with a real SGLang server too
+	@$(PY) -m pytest $(ARGS)
+
+test-fast: setup ## the tests that start no server
+	@$(PY) -m pytest -m "not sglang" $(ARGS)
+
+lint: setup ## formatting, ruff, mypy, clang-format
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(if $(CXX_FILES),$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES))
+
+format: setup ## rewrite the sources as `make lint` wants them
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(if $(CXX_FILES),$(VENV)/bin/clang-format -i $(CXX_FILES))
+
+check: lint test ## what CI runs
+
+clean: ## remove what was built or made here: virtual environments, models, demo data
+	rm -rf .venv .venv-* build dist models data .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
