@@ -13,6 +13,7 @@ A forked child holds no role: there every writer and reader is closed.
 
 from __future__ import annotations
 
+import builtins
 import os
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 from . import _core
 from ._core import Record, Reservation
+from .errors import RingBusyError
 
 __all__ = [
     "PendingInfo",
@@ -30,6 +32,7 @@ __all__ = [
     "RingReader",
     "RingWriter",
     "inspect_ring",
+    "remove_orphan",
 ]
 
 
@@ -60,7 +63,7 @@ class RingInfo(NamedTuple):
     """What a ring holds, seen from outside."""
 
     path: Path
-    info: bytes
+    info: builtins.bytes
     counters: RingCounters
     capacity_bytes: int
     head: int
@@ -75,7 +78,8 @@ class RingInfo(NamedTuple):
     consumer_attached: bool
 
     @property
-    def used_bytes(self) -> int:
+    def bytes(self) -> int:
+        """Bytes of the ring that are not freed yet."""
         return self.head - self.tail
 
     @property
@@ -283,5 +287,19 @@ def inspect_ring(path: str | os.PathLike[str]) -> RingInfo:
     numbers are those of a moment during the call.
     """
     path = Path(path)
-    info, counters, *rest = _core.inspect_ring(str(path))
-    return RingInfo(path, info, RingCounters(*counters), *rest)
+    look = _core.inspect_ring(str(path))
+    return RingInfo(path, look[0], RingCounters(*look[1]), *look[2:])
+
+
+def remove_orphan(path: str | os.PathLike[str]) -> bool:
+    """Unlink a ring that holds nothing and has neither producer nor consumer.
+
+    True if there is no such file any more. Raises as :meth:`RingReader.attach`.
+    """
+    try:
+        with RingReader.attach(path) as reader:
+            return reader.unlink_if_orphaned()
+    except FileNotFoundError:
+        return True
+    except RingBusyError:
+        return False
