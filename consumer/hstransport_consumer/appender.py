@@ -1,0 +1,106 @@
+"""The file of the shard being written: whole appends or none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import directory
+
+_IOV_MAX = 1024
+
+
+class Appender:
+    """An open ``.partial`` file. ``size`` is its end; what lies past it is never left there."""
+
+    def __init__(self, path: Path, fd: int, size: int, *, durable: bool) -> None:
+        self.path = path
+        self.size = size
+        self._fd = fd
+        self._durable = durable
+
+    @staticmethod
+    def create(path: Path, head: Sequence[bytes], *, durable: bool) -> Appender:
+        """A new file that begins with ``head``; no file remains if that cannot be written."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        file = Appender(path, fd, 0, durable=durable)
+        try:
+            file.append(head)
+            if durable:
+                directory.sync(path.parent)
+        except OSError:
+            file.close()
+            path.unlink()
+            raise
+        return file
+
+    @staticmethod
+    def resume(path: Path, size: int, *, durable: bool) -> Appender:
+        """An existing file, cut back to ``size``."""
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        os.ftruncate(fd, size)
+        return Appender(path, fd, size, durable=durable)
+
+    def append(self, buffers: Sequence[bytes]) -> None:
+        """Hand all buffers to the kernel, and to the disk if durable.
+
+        On OSError (a full disk) the file is as it was before.
+        """
+        try:
+            end = _write_all(self._fd, buffers, self.size)
+            if self._durable:
+                os.fdatasync(self._fd)
+        except OSError as e:
+            os.ftruncate(self._fd, self.size)
+            raise OSError(
+                e.errno,
+                f"{e.strerror}; nothing of this write was kept, it may be repeated when there "
+                "is room",
+                str(self.path),
+            ) from e
+        self.size = end
+
+    def sync(self) -> None:
+        os.fsync(self._fd)
+
+    def cut(self, size: int) -> None:
+        """Take back appends."""
+        os.ftruncate(self._fd, size)
+        self.size = size
+
+    def finish(self, tail: Sequence[bytes], path: Path) -> None:
+        """Append the footer, make the file last, and only then give it its name."""
+        before = self.size
+        self.append(tail)
+        try:
+            os.fsync(self._fd)
+        except OSError:
+            self.cut(before)
+            raise
+        self.path.rename(path)
+        directory.sync(path.parent)
+        self.close()
+
+    def discard(self) -> None:
+        self.close()
+        self.path.unlink()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _write_all(fd: int, buffers: Sequence[bytes], at: int) -> int:
+    """Write all buffers at offset ``at``; returns the end. The kernel may take fewer at a time."""
+    left = [memoryview(b) for b in buffers if len(b)]
+    left.reverse()
+    while left:
+        n = os.pwritev(fd, left[: -_IOV_MAX - 1 : -1], at)
+        at += n
+        while left and n >= len(left[-1]):
+            n -= len(left.pop())
+        if n:
+            left[-1] = left[-1][n:]
+    return at

@@ -1,0 +1,164 @@
+"""The one gate to the native codec and to zstd: checks arrays, passes addresses.
+
+A bf16 word x becomes an exponent byte ``(x >> 7 & 255) - bias[plane, channel]`` (mod 256), which
+zstd packs as a Huffman coder, and a sign+mantissa byte ``x & 127 | x >> 8 & 128``, which no coder
+can shrink and which is stored in raw blocks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from hstransport import _core
+
+U8 = npt.NDArray[np.uint8]
+U16 = npt.NDArray[np.uint16]
+
+# Match search on exponents only harms, and a larger hash table costs both ratio and speed.
+_EXPONENTS = zstandard.ZstdCompressionParameters.from_level(
+    1,
+    window_log=17,
+    hash_log=6,
+    min_match=7,
+    strategy=zstandard.STRATEGY_FAST,
+    write_checksum=True,
+    write_content_size=True,
+)
+# So negative a level never looks for anything: raw blocks at the speed of memcpy.
+_RAW_LEVEL = -131072
+
+
+class Source(NamedTuple):
+    """States of one record, ``[planes, rows, hidden]`` bf16, where they lie."""
+
+    owner: Any
+    """Keeps the memory alive."""
+    address: int
+    plane_bytes: int
+    row_bytes: int
+    rows: int
+
+
+class Piece(NamedTuple):
+    """``rows`` rows of a source from ``row`` on; the first is at token ``position``."""
+
+    source: Source
+    row: int
+    position: int
+    rows: int
+
+
+class _Local(threading.local):
+    """What a thread keeps: zstd contexts are not for sharing, and scratch is not for allocating."""
+
+    def __init__(self) -> None:
+        self.exponents = zstandard.ZstdCompressor(compression_params=_EXPONENTS)
+        self.raw = zstandard.ZstdCompressor(
+            level=_RAW_LEVEL, write_checksum=True, write_content_size=True
+        )
+        self.unpack = zstandard.ZstdDecompressor()
+        self.scratch = np.empty((2, 0), np.uint8)
+
+
+_local = _Local()
+
+
+def source(array: npt.NDArray[Any], planes: int, hidden: int) -> Source:
+    """Check that ``array`` is uint16 ``[planes, rows, hidden]`` with contiguous rows."""
+    if array.dtype != np.dtype("<u2"):
+        raise ValueError(f"states must be uint16 (bf16 bits), not {array.dtype}")
+    if array.ndim != 3 or array.shape[0] != planes or array.shape[2] != hidden:
+        raise ValueError(f"states must be [{planes}, rows, {hidden}], not {list(array.shape)}")
+    plane_bytes, row_bytes, item = array.strides
+    if array.size and ((hidden > 1 and item != 2) or row_bytes < 0 or plane_bytes < 0):
+        raise ValueError(f"states have strides {array.strides}: a row must be contiguous")
+    return Source(array, array.ctypes.data, plane_bytes, row_bytes, array.shape[1])
+
+
+def encode_chunk(pieces: Sequence[Piece], bias: U8) -> list[bytes]:
+    """Frames of one chunk: exponents and sign+mantissa of each plane in order.
+
+    ``bias`` is uint8 ``[planes, hidden]``. Releases the GIL in all that takes time.
+    """
+    planes, hidden = bias.shape
+    size = sum(p.rows for p in pieces) * hidden
+    if _local.scratch.shape[1] < size:
+        _local.scratch = np.empty((2, size), np.uint8)
+    exponents, mantissas = _local.scratch[:, :size]
+    frames = []
+    for plane in range(planes):
+        at = 0
+        for p in pieces:
+            end = at + p.rows * hidden
+            _core.split_planes(
+                p.source.address + plane * p.source.plane_bytes + p.row * p.source.row_bytes,
+                p.rows,
+                hidden,
+                p.source.row_bytes,
+                bias[plane],
+                exponents[at:end],
+                mantissas[at:end],
+            )
+            at = end
+        frames.append(_local.exponents.compress(exponents))
+        frames.append(_local.raw.compress(mantissas))
+    return frames
+
+
+def median_exponents(pieces: Sequence[Piece], planes: int, hidden: int) -> U8:
+    """Median exponent of each plane and channel over the rows of ``pieces``: ``[planes, hidden]``.
+
+    The rows are copied together plane by plane, because a decode's records have one row each.
+    """
+    rows = sum(p.rows for p in pieces)
+    gathered = np.empty((rows, hidden), np.uint16)
+    table = np.empty((planes, hidden), np.uint8)
+    for plane in range(planes):
+        at = 0
+        for p in pieces:
+            gathered[at : at + p.rows] = p.source.owner[plane, p.row : p.row + p.rows]
+            at += p.rows
+        table[plane] = _core.median_exponents(gathered.ctypes.data, rows, hidden, hidden * 2)
+    return table
+
+
+def max_frame_bytes(size: int) -> int:
+    """Upper bound of a frame of ``size`` decoded bytes."""
+    return size + (size >> 8) + 64
+
+
+def decode_frame(frame: bytes | memoryview, size: int) -> U8:
+    """Unpack one frame, its checksum verified; ValueError unless it holds ``size`` bytes.
+
+    The size in the frame is checked before anything is allocated by it.
+    """
+    try:
+        said = zstandard.get_frame_parameters(frame)
+        if said.content_size != size or not said.has_checksum or said.dict_id:
+            raise ValueError(
+                f"the frame says {said.content_size} bytes, checksum {said.has_checksum}; "
+                f"{size} bytes with checksum are due"
+            )
+        data = _local.unpack.decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as e:
+        raise ValueError(str(e)) from None
+    if len(data) != size:
+        raise ValueError(f"{len(data)} bytes, {size} are due")
+    return np.frombuffer(data, np.uint8)
+
+
+def join(exponents: U8, mantissas: U8, bias: U8, out: U16) -> None:
+    """Put the words of ``[rows, hidden]`` together in ``out``, whose rows may be strided."""
+    rows, hidden = out.shape
+    if not exponents.size == mantissas.size == rows * hidden or bias.shape != (hidden,):
+        raise ValueError(f"{exponents.size}, {mantissas.size} bytes for {rows} rows of {hidden}")
+    if out.dtype != np.uint16 or not out.flags.writeable or (hidden > 1 and out.strides[1] != 2):
+        raise ValueError("out must be writable uint16 with contiguous rows")
+    if rows:
+        _core.join_planes(exponents, mantissas, bias, out.ctypes.data, rows, hidden, out.strides[0])

@@ -1,0 +1,107 @@
+"""A directory of shards: names, the lock, making renames last."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from hstransport.errors import DatasetBusyError
+
+PARTIAL = ".partial"
+_NAME = re.compile(r"shard-(\d{6,})\.zst(\.partial)?")
+
+
+class Entry(NamedTuple):
+    """A shard's file, by its name."""
+
+    number: int
+    path: Path
+    partial: bool
+
+
+def shard_path(directory: Path, number: int) -> Path:
+    return directory / f"shard-{number:06d}.zst"
+
+
+def partial_path(directory: Path, number: int) -> Path:
+    path = shard_path(directory, number)
+    return path.with_name(path.name + PARTIAL)
+
+
+def entry_of(path: Path) -> Entry | None:
+    """What a file's name says, or None if it is no shard's name."""
+    match = _NAME.fullmatch(path.name)
+    return Entry(int(match[1]), path, match[2] is not None) if match else None
+
+
+def list_shards(directory: Path) -> list[Entry]:
+    """All shards in order of their numbers, unfinished ones too."""
+    return sorted(e for e in map(entry_of, directory.iterdir()) if e)
+
+
+def create(directory: Path) -> None:
+    """Make the directory; Python's own errors, with a word on what to do."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(
+            f"{directory} is a file: shards need a directory, name another one"
+        ) from None
+    except PermissionError as e:
+        raise PermissionError(
+            f"cannot create {directory} ({e.strerror}): choose a directory that you may write to"
+        ) from None
+
+
+def sync(directory: Path) -> None:
+    """Make creations, renames and removals in the directory last."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def boot_id() -> str:
+    """What changes when the machine restarts; "" where the kernel does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+class Lock:
+    """The right to write into a directory, held until closed or until the process dies."""
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / ".lock"
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except PermissionError as e:
+            raise PermissionError(
+                f"cannot write in {directory} ({e.strerror}): choose a directory that you may "
+                "write to"
+            ) from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._fd, 100, 0).decode(errors="replace").split()
+            os.close(self._fd)
+            raise DatasetBusyError(
+                f"process {holder[0] if holder else 'unknown'} is writing into {directory}: "
+                "wait for it, stop it, or name another directory"
+            ) from None
+        said = os.pread(self._fd, 100, 0).decode(errors="replace").split()
+        self.same_boot = len(said) == 2 and said[1] == boot_id()
+        """Whether the last writer ran since the machine started: what it wrote is then there,
+        however it died."""
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()} {boot_id()}\n".encode(), 0)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

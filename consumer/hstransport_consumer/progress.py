@@ -1,0 +1,84 @@
+"""The carry: what a shard hands on to the next, so that each shard can be read without the others'
+footers, and a writer that comes back knows what it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from hstransport.errors import ProtocolError
+from hstransport.protocol import MAX_ID_BYTES, pack_info, unpack_info
+
+from .format import MAX_TOKENS, Frame
+from .index import OpenSample, Part, Progress, RunState
+
+_PART = np.dtype("<u4")
+
+
+def pack_progress(progress: Progress) -> bytes:
+    """msgpack of all runs: info, next_seq, open samples and where their rows are."""
+    refs: dict[bytes, int] = {}
+
+    def ref(uid: bytes) -> int:
+        return refs.setdefault(uid, len(refs))
+
+    runs = []
+    for run in progress.values():
+        samples = []
+        for s in run.open.values():
+            parts = [(p.position, p.rows, ref(p.shard), p.chunk, p.row) for p in s.parts]
+            packed = np.array(parts, _PART).tobytes()
+            samples.append([s.sid, s.id, ref(s.shard), s.start_offset, packed])
+        runs.append({"info": pack_info(run.info), "next": run.next_seq, "open": samples})
+    return bytes(msgpack.packb({"runs": runs, "shards": list(refs)}))
+
+
+def unpack_progress(frame: Frame, data: bytes) -> Progress:
+    """Inverse of :func:`pack_progress`; ``frame`` says where ``data`` was read."""
+    raw = frame.unpack_map(data)
+    runs, shards = raw.get("runs"), raw.get("shards")
+    if not isinstance(runs, list) or not isinstance(shards, list):
+        raise frame.corrupt("carry: runs or shards are missing")
+    if not all(isinstance(u, bytes) and len(u) == 16 for u in shards):
+        raise frame.corrupt("carry: a shard's uid is malformed")
+    progress: Progress = {}
+    for r in runs:
+        if not isinstance(r, dict) or not isinstance(r.get("open"), list):
+            raise frame.corrupt("carry: a run is malformed")
+        try:
+            info = unpack_info(frame.binary(r, "info"))
+        except ProtocolError as e:
+            raise frame.corrupt(str(e)) from None
+        state = RunState(info, frame.nat(r, "next"))
+        for fields in r["open"]:
+            sample = _sample(frame, fields, shards)
+            state.open[sample.sid] = sample
+        progress[info.run, info.rank] = state
+    return progress
+
+
+def _sample(frame: Frame, fields: Any, shards: list[bytes]) -> OpenSample:
+    if not isinstance(fields, list) or len(fields) < 5:
+        raise frame.corrupt("carry: an open sample is malformed")
+    sid, sample_id, shard, offset, packed = fields[:5]
+    if not isinstance(sample_id, str) or len(sample_id.encode(errors="replace")) > MAX_ID_BYTES:
+        raise frame.corrupt("carry: an id is malformed")
+    if not isinstance(packed, bytes) or len(packed) % (5 * _PART.itemsize):
+        raise frame.corrupt("carry: rows of an open sample are malformed")
+    sample = OpenSample(
+        frame.number(sid, "sid"),
+        sample_id,
+        shards[frame.number(shard, "shard", len(shards))],
+        frame.number(offset, "offset"),
+    )
+    for position, rows, ref, chunk, row in np.frombuffer(packed, _PART).reshape(-1, 5).tolist():
+        stop = position + rows
+        if ref >= len(shards) or not rows or stop > MAX_TOKENS:
+            raise frame.corrupt("carry: rows of an open sample are out of bounds")
+        if sample.coverage.missing(position, stop) != [(position, stop)]:
+            raise frame.corrupt(f"carry: sample {sid} has rows {position}+{rows} twice")
+        sample.coverage.add(position, stop)
+        sample.parts.append(Part(position, rows, shards[ref], chunk, row))
+    return sample

@@ -1,0 +1,163 @@
+"""What a writer finds in a directory: finished shards, and at most one that was left unfinished."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hstransport.errors import CorruptShardError, ShardError, TornShardError
+
+from .appender import Appender
+from .bias import BiasEstimate
+from .directory import list_shards
+from .format import DatasetMeta, read_footer, read_header
+from .index import ChunkRecord, Progress, ShardIndex, WindowRecord
+from .progress import unpack_progress
+from .tables import parse_tables
+from .walk import Record, apply, check_chunk, read_bias, read_head, walk
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Unfinished:
+    """What is whole in a ``.partial`` file."""
+
+    index: ShardIndex
+    end: int
+    """Where the last whole window ends; the rest of the file is to be cut."""
+    why: str = ""
+    """Why it ends there, if not for a plain cut."""
+
+
+@dataclass
+class Found:
+    """All that a directory says to its next writer."""
+
+    next_number: int = 0
+    meta: DatasetMeta | None = None
+    progress: Progress = field(default_factory=dict)
+    estimate: BiasEstimate = field(default_factory=BiasEstimate)
+    partial: Path | None = None
+    unfinished: Unfinished | None = None
+
+
+def look(directory: Path, *, trust_kernel: bool) -> Found:
+    """Read what the directory holds; changes nothing.
+
+    ``trust_kernel``: the machine has not restarted since the last write, so of the windows that
+    are complete only the last one need be decoded. Otherwise all are.
+    """
+    entries = list_shards(directory)
+    partial = [e for e in entries if e.partial]
+    finished = [e for e in entries if not e.partial]
+    if len(partial) > 1 or (partial and finished and finished[-1].number >= partial[0].number):
+        names = ", ".join(e.path.name for e in partial)
+        raise ShardError(
+            f"{directory}: only the last shard can be unfinished, not {names}; "
+            "move what does not belong here out of the directory"
+        )
+    found = Found(next_number=entries[-1].number + 1 if entries else 0)
+    if finished:
+        _read_finished(found, finished[-1].path)
+    if partial:
+        found.partial = partial[0].path
+        _read_partial(found, partial[0].path, trust_kernel)
+    return found
+
+
+def reopen(found: Found, *, durable: bool) -> Appender | None:
+    """Cut the unfinished shard back to its last whole window, ready for more.
+
+    A file without even a whole head holds nothing and is removed; its number is used again.
+    """
+    if found.partial is None:
+        return None
+    size = found.partial.stat().st_size
+    if found.unfinished is None:
+        logger.warning("removed %s: %d bytes, no whole header", found.partial, size)
+        found.partial.unlink()
+        found.next_number -= 1
+        return None
+    end, why = found.unfinished.end, found.unfinished.why
+    if size > end:
+        logger.warning("cut %s from %d to %d bytes %s", found.partial, size, end, why)
+    return Appender.resume(found.partial, end, durable=durable)
+
+
+def read_unfinished(fd: int, path: Path, *, check_all: bool, check_last: bool) -> Unfinished:
+    """Walk a file's whole windows.
+
+    TornShardError or CorruptShardError when not even its head is whole. ``check_all`` and
+    ``check_last``: verify the data of all windows, or of the last.
+    """
+    size = os.fstat(fd).st_size
+    head = read_head(fd, size, path)
+    done = Unfinished(ShardIndex(head.header, head.progress), head.end)
+    held: Record | None = None
+    try:
+        for record in _whole(walk(fd, head.end, size, path, head.header.meta), done):
+            if held is not None:
+                _accept(done, held, fd, path, check_all)
+            held = record
+        if held is not None:
+            _accept(done, held, fd, path, check_all or check_last)
+    except CorruptShardError as e:
+        done.why = f"({e})"
+    return done
+
+
+def _whole(records: Iterator[Record], done: Unfinished) -> Iterator[Record]:
+    """The records before the first that is not whole."""
+    try:
+        yield from records
+    except TornShardError:
+        return
+    except CorruptShardError as e:
+        done.why = f"({e})"
+
+
+def _accept(done: Unfinished, record: Record, fd: int, path: Path, check: bool) -> None:
+    if check and isinstance(record, WindowRecord):
+        for item in record.items:
+            if isinstance(item, ChunkRecord):
+                check_chunk(fd, item, done.index.header.meta.hidden, path)
+    apply(done.index, record, path)
+    done.end = record.end
+
+
+def _read_finished(found: Found, path: Path) -> None:
+    with path.open("rb", buffering=0) as file:
+        fd = file.fileno()
+        size = os.fstat(fd).st_size
+        header, _ = read_header(fd, size, path)
+        footer = read_footer(fd, size, path, header.uid)
+        tables = parse_tables(footer, header.meta, header.uid)
+        found.meta = header.meta
+        found.progress = unpack_progress(footer, tables.carry)
+        if tables.bias:
+            offset, rows = tables.bias[-1]
+            table = read_bias(fd, offset, footer.offset, path, header.meta)
+            found.estimate = BiasEstimate.resume(table, rows)
+
+
+def _read_partial(found: Found, path: Path, trust_kernel: bool) -> None:
+    with path.open("rb", buffering=0) as file:
+        fd = file.fileno()
+        try:
+            done = read_unfinished(fd, path, check_all=not trust_kernel, check_last=True)
+        except TornShardError:
+            return
+        index = done.index
+        if found.meta:
+            found.meta.check_same(index.header.meta, str(path))
+        found.unfinished = done
+        found.meta = index.header.meta
+        found.progress = index.progress
+        if index.bias:
+            last = index.bias[-1]
+            table = read_bias(fd, last.offset, done.end, path, index.header.meta)
+            found.estimate = BiasEstimate.resume(table, last.rows)

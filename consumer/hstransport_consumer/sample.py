@@ -1,0 +1,249 @@
+"""One sample out of shards: what is known of it, and its states, decoded when asked for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hstransport.errors import ShardError
+from hstransport.protocol import (
+    End,
+    Label,
+    SessionInfo,
+    Start,
+    TokenIds,
+    decode_loss_mask,
+    unpack_info,
+)
+
+from . import codec
+from .shard import Shard
+from .tensors import to_ml_dtypes, to_torch
+from .walk import end_event, start_event
+
+if TYPE_CHECKING:
+    from .reader import ShardDataset
+
+
+class Stored(NamedTuple):
+    """Consecutive rows of a sample and where they are."""
+
+    position: int
+    rows: int
+    shard: bytes
+    """uid"""
+    chunk: int
+    row: int
+
+
+class Sample:
+    """A sample of a dataset. Ids, labels and token ids are read on first use, states each time."""
+
+    def __init__(self, dataset: ShardDataset, shard: Shard, row: int) -> None:
+        self._dataset = dataset
+        self._shard = shard
+        self._row = row
+
+    def __repr__(self) -> str:
+        return f"<Sample {self.id!r}: {self.state}, {self.tokens} tokens>"
+
+    @cached_property
+    def id(self) -> str:
+        return self._shard.tables.id(self._row)
+
+    @property
+    def state(self) -> str:
+        """``whole``, or the name of what is wrong with it."""
+        return self._shard.tables.states[self._column("state")]
+
+    @property
+    def tokens(self) -> int:
+        """How many rows make the sample whole; of an unfinished one, what its rows reach to."""
+        return self._column("tokens")
+
+    @property
+    def layers(self) -> tuple[int | str, ...]:
+        """Names of the layers that are read: canonical ids, ``"final"``."""
+        return self._dataset.layers
+
+    @property
+    def request_id(self) -> str:
+        """SGLang's id of the request."""
+        return self._start.rid
+
+    @property
+    def labels(self) -> Mapping[str, Label]:
+        return self._start.labels
+
+    @property
+    def reason(self) -> str:
+        """Why the request ended."""
+        return self._end.reason
+
+    @property
+    def detail(self) -> str:
+        """The server's own words on an abort, or why the sample is unfinished."""
+        return self._end.detail
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self._start.prompt)
+
+    @property
+    def output_ids(self) -> TokenIds:
+        """Generated token ids, int32; the last one was never an input."""
+        return self._end.output
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """Token ids of the rows: int32 ``[tokens]``."""
+        return self._ids[: self.tokens]
+
+    @property
+    def next_token_id(self) -> int | None:
+        """The token after the last row, if there is one."""
+        return int(self._ids[self.tokens]) if len(self._ids) > self.tokens else None
+
+    @property
+    def loss_mask(self) -> npt.NDArray[np.uint8] | None:
+        """uint8 ``[tokens]``, or None if the request came without a mask."""
+        mask = self._start.loss_mask
+        return None if mask is None else decode_loss_mask(mask, self.tokens)
+
+    @cached_property
+    def run(self) -> SessionInfo:
+        """The server run that computed the sample."""
+        return unpack_info(self._shard.tables.runs[self._column("run")])
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """The ``[start, stop)`` ranges of positions that have rows; ``[(0, tokens)]`` if whole."""
+        merged: list[tuple[int, int]] = []
+        for p in self._stored:
+            if merged and merged[-1][1] == p.position:
+                merged[-1] = (merged[-1][0], p.position + p.rows)
+            else:
+                merged.append((p.position, p.position + p.rows))
+        return merged
+
+    @property
+    def hidden_states(self) -> npt.NDArray[np.uint16]:
+        """bf16 bits ``[tokens, layers, hidden]``. ShardError if rows are missing."""
+        return self.read()
+
+    def bfloat16(self) -> Any:
+        """:attr:`hidden_states` as an ml_dtypes.bfloat16 array. Needs ml_dtypes."""
+        return to_ml_dtypes(self.hidden_states)
+
+    def torch(self) -> Any:
+        """:attr:`hidden_states` as a torch.bfloat16 tensor. Needs torch."""
+        return to_torch(self.hidden_states)
+
+    def __getitem__(self, layer: int | str) -> npt.NDArray[np.uint16]:
+        """bf16 bits of one layer, ``[tokens, hidden]``. KeyError names the layers there are."""
+        return self.read(layers=[layer])[:, 0]
+
+    def read(
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        layers: Sequence[int | str] | None = None,
+    ) -> npt.NDArray[np.uint16]:
+        """bf16 bits of the tokens ``[start, stop)``: ``[stop - start, layers, hidden]``.
+
+        Only the chunks and planes asked for are decoded. IndexError for a range outside of the
+        sample, KeyError for an unknown layer, ShardError if rows of the range are missing.
+        """
+        stop = self.tokens if stop is None else stop
+        if not 0 <= start <= stop <= self.tokens:
+            raise IndexError(f"tokens {start}:{stop} of sample {self.id!r}, it has {self.tokens}")
+        planes = self._dataset.planes_of(self.layers if layers is None else layers)
+        wanted = [p for p in self._stored if p.position < stop and p.position + p.rows > start]
+        self._check_covered(wanted, start, stop)
+        # Only now: the rows counted by the tables are a bound that the tokens of a file are not.
+        hidden = self._dataset.info.hidden
+        out = np.empty((stop - start, len(planes), hidden), np.uint16)
+        for p in wanted:
+            self._decode(p, planes, start, stop, out)
+        return out
+
+    def _decode(
+        self, p: Stored, planes: Sequence[int], start: int, stop: int, out: codec.U16
+    ) -> None:
+        """Put the rows of ``p`` that lie in ``[start, stop)`` in their place in ``out``."""
+        shard = self._dataset.shard(p.shard)
+        first, last = max(p.position, start), min(p.position + p.rows, stop)
+        row = p.row + first - p.position
+        rows = last - first
+        total = shard.chunk_rows(p.chunk)
+        if row + rows > total:
+            raise ShardError(
+                f"{self._shard.path}: sample {self.id!r} has rows {row}+{rows} in a chunk of "
+                f"{total} in {shard.path}: these files do not belong together"
+            )
+        hidden = out.shape[2]
+        span = slice(row * hidden, (row + rows) * hidden)
+        with shard.open() as fd:
+            bias = shard.bias(fd, p.chunk)
+            for i, plane in enumerate(planes):
+                exponents, mantissas = self._dataset.cache.get(
+                    shard, fd, p.chunk, plane, keep=rows < total
+                )
+                target = out[first - start : last - start, i]
+                codec.join(exponents[span], mantissas[span], bias[plane], target)
+
+    def _check_covered(self, parts: Sequence[Stored], start: int, stop: int) -> None:
+        at = start
+        for p in parts:
+            if p.position > at:
+                break
+            at = p.position + p.rows
+        if at < stop:
+            raise ShardError(
+                f"sample {self.id!r} is {self.state}: the row at {at} is missing; "
+                f"read within its ranges, {self.ranges[:4]}"
+            )
+
+    @cached_property
+    def _stored(self) -> list[Stored]:
+        """All parts in order of position."""
+        t = self._shard.tables
+        span = t.segments(self._row)
+        names = ("position", "rows", "shard", "chunk", "row")
+        columns = [t.c[f"segment.{n}"][span.start : span.stop].tolist() for n in names]
+        parts = [
+            Stored(position, rows, t.shards[shard], chunk, row)
+            for position, rows, shard, chunk, row in zip(*columns, strict=True)
+        ]
+        if any(a.position + a.rows > b.position for a, b in itertools.pairwise(parts)):
+            raise ShardError(f"{self._shard.path}: rows of sample {self.id!r} overlap")
+        return parts
+
+    @cached_property
+    def _start(self) -> Start:
+        tables = self._shard.tables
+        shard = self._dataset.shard(tables.shards[self._column("start_shard")])
+        with shard.open() as fd:
+            frame = shard.frame(fd, self._column("start"))
+        start = start_event(frame)
+        if start.id != self.id:
+            raise frame.corrupt(f"the START of {start.id!r}, that of {self.id!r} is due")
+        return start
+
+    @cached_property
+    def _end(self) -> End:
+        with self._shard.open() as fd:
+            end, _ = end_event(self._shard.frame(fd, self._column("end")))
+        return end
+
+    @cached_property
+    def _ids(self) -> TokenIds:
+        return np.concatenate([self._start.prompt, self._end.output]).astype(np.int32, copy=False)
+
+    def _column(self, name: str) -> int:
+        return int(self._shard.tables.c[f"sample.{name}"][self._row])
