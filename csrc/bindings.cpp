@@ -44,6 +44,8 @@ static void translate(const std::exception_ptr& thrown, void*) {
   }
 }
 
+// Arguments of these types take noconvert(): nanobind would otherwise convert an array of another
+// type or layout into a copy, and what is written into the copy is lost.
 using Bytes = nb::ndarray<uint8_t, nb::c_contig, nb::device::cpu>;
 using ConstBytes = nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>;
 
@@ -75,8 +77,8 @@ void bind_codec(nb::module_& m) {
         split_planes(reinterpret_cast<const uint8_t*>(src_addr), rows, hidden, src_stride_bytes,
                      bias.data(), exponents.data(), mantissas.data());
       },
-      "src_addr"_a, "rows"_a, "hidden"_a, "src_stride_bytes"_a, "bias"_a, "exponents"_a,
-      "mantissas"_a,
+      "src_addr"_a, "rows"_a, "hidden"_a, "src_stride_bytes"_a, "bias"_a.noconvert(),
+      "exponents"_a.noconvert(), "mantissas"_a.noconvert(),
       "Split rows of bf16 words into exponent bytes (less the column's bias) and sign+mantissa "
       "bytes.");
   m.def(
@@ -91,8 +93,8 @@ void bind_codec(nb::module_& m) {
         join_planes(exponents.data(), mantissas.data(), bias.data(),
                     reinterpret_cast<uint8_t*>(dst_addr), rows, hidden, dst_stride_bytes);
       },
-      "exponents"_a, "mantissas"_a, "bias"_a, "dst_addr"_a, "rows"_a, "hidden"_a,
-      "dst_stride_bytes"_a, "The exact inverse of split_planes.");
+      "exponents"_a.noconvert(), "mantissas"_a.noconvert(), "bias"_a.noconvert(), "dst_addr"_a,
+      "rows"_a, "hidden"_a, "dst_stride_bytes"_a, "The exact inverse of split_planes.");
   m.def(
       "median_exponents",
       [](uintptr_t src_addr, uint64_t rows, uint64_t hidden, uint64_t src_stride_bytes) {
