@@ -43,7 +43,19 @@ def open_shards(
     Raises FileNotFoundError, NotAShardError, ShardVersionError, TornShardError, CorruptShardError,
     DatasetMismatchError; KeyError for a layer that was not captured.
     """
-    return ShardDataset(Path(path), layers, states, partial)
+    return _reopen(Path(path), layers, states, partial)
+
+
+def _reopen(
+    path: Path, layers: LayerNames | None, states: Sequence[str] | None, partial: bool
+) -> ShardDataset:
+    unknown = [s for s in states or () if s not in STATES]
+    if unknown:
+        raise ValueError(f"states {unknown} are unknown: choose from {', '.join(STATES)}")
+    arguments = (path, layers, None if states is None else tuple(states), partial)
+    dataset = ShardDataset(path, _open_all(path, partial), layers=layers, states=states)
+    dataset._arguments = arguments
+    return dataset
 
 
 class ShardDataset(Sequence[Sample]):
@@ -56,31 +68,27 @@ class ShardDataset(Sequence[Sample]):
     def __init__(
         self,
         path: Path,
+        shards: Sequence[Shard],
+        *,
         layers: LayerNames | None = None,
-        states: Sequence[str] | None = (State.WHOLE.value,),
-        partial: bool = False,
+        states: Sequence[str] | None = None,
     ) -> None:
-        unknown = [s for s in states or () if s not in STATES]
-        if unknown:
-            raise ValueError(f"states {unknown} are unknown: choose from {', '.join(STATES)}")
-        self._arguments = (path, layers, None if states is None else tuple(states), partial)
         self.path = path
-        self.shards = _open_all(path, partial)
+        self.shards = list(shards)
         self.cache = PlaneCache()
+        self._arguments: tuple[Any, ...] = (path, layers, states, False)
         self._by_uid = {s.header.uid: s for s in self.shards}
-        if not self.shards:
-            self._meta: DatasetMeta | None = None
-        else:
-            self._meta = self.shards[0].header.meta
-            for other in self.shards[1:]:
-                self._meta.check_same(other.header.meta, str(self.shards[0].path))
+        self._meta: DatasetMeta | None = None
+        for shard in self.shards:
+            self._meta = self._meta or shard.header.meta
+            self._meta.check_same(shard.header.meta, str(self.shards[0].path))
         self._layers = None if layers is None else tuple(layers)
-        if self._meta:
-            self.planes_of(self.layers)
+        if self._meta and layers is not None:
+            self.planes_of(layers)
         self._choose(states)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardDataset, self._arguments
+        return _reopen, self._arguments
 
     @property
     def info(self) -> DatasetMeta:
@@ -149,7 +157,7 @@ class ShardDataset(Sequence[Sample]):
         return found
 
     def id_at(self, i: int) -> str:
-        return self.shards[self._shard[i]].tables.id(int(self._row[i]))
+        return self.shards[int(self._shard[i])].tables.id(int(self._row[i]))
 
     def _neighbour(self, uid: bytes) -> Shard:
         if self.path.is_file():
@@ -163,7 +171,7 @@ class ShardDataset(Sequence[Sample]):
         )
 
     def _sample(self, i: int) -> Sample:
-        return Sample(self, self.shards[self._shard[i]], int(self._row[i]))
+        return Sample(self, self.shards[int(self._shard[i])], int(self._row[i]))
 
     def _choose(self, states: Sequence[str] | None) -> None:
         """List each id once, of the wanted states, and prepare the lookup by id."""

@@ -74,30 +74,30 @@ class Sample:
     @property
     def request_id(self) -> str:
         """SGLang's id of the request."""
-        return self._start.rid
+        return self.start.rid
 
     @property
     def labels(self) -> Mapping[str, Label]:
-        return self._start.labels
+        return self.start.labels
 
     @property
     def reason(self) -> str:
         """Why the request ended."""
-        return self._end.reason
+        return self.end.reason
 
     @property
     def detail(self) -> str:
         """The server's own words on an abort, or why the sample is unfinished."""
-        return self._end.detail
+        return self.end.detail
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self._start.prompt)
+        return len(self.start.prompt)
 
     @property
     def output_ids(self) -> TokenIds:
         """Generated token ids, int32; the last one was never an input."""
-        return self._end.output
+        return self.end.output
 
     @property
     def token_ids(self) -> TokenIds:
@@ -112,7 +112,7 @@ class Sample:
     @property
     def loss_mask(self) -> npt.NDArray[np.uint8] | None:
         """uint8 ``[tokens]``, or None if the request came without a mask."""
-        mask = self._start.loss_mask
+        mask = self.start.loss_mask
         return None if mask is None else decode_loss_mask(mask, self.tokens)
 
     @cached_property
@@ -124,7 +124,7 @@ class Sample:
     def ranges(self) -> list[tuple[int, int]]:
         """The ``[start, stop)`` ranges of positions that have rows; ``[(0, tokens)]`` if whole."""
         merged: list[tuple[int, int]] = []
-        for p in self._stored:
+        for p in self.stored:
             if merged and merged[-1][1] == p.position:
                 merged[-1] = (merged[-1][0], p.position + p.rows)
             else:
@@ -163,7 +163,7 @@ class Sample:
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"tokens {start}:{stop} of sample {self.id!r}, it has {self.tokens}")
         planes = self._dataset.planes_of(self.layers if layers is None else layers)
-        wanted = [p for p in self._stored if p.position < stop and p.position + p.rows > start]
+        wanted = [p for p in self.stored if p.position < stop and p.position + p.rows > start]
         self._check_covered(wanted, start, stop)
         # Only now: the rows counted by the tables are a bound that the tokens of a file are not.
         hidden = self._dataset.info.hidden
@@ -210,7 +210,7 @@ class Sample:
             )
 
     @cached_property
-    def _stored(self) -> list[Stored]:
+    def stored(self) -> list[Stored]:
         """All parts in order of position."""
         t = self._shard.tables
         span = t.segments(self._row)
@@ -225,7 +225,8 @@ class Sample:
         return parts
 
     @cached_property
-    def _start(self) -> Start:
+    def start(self) -> Start:
+        """The START record as the server wrote it."""
         tables = self._shard.tables
         shard = self._dataset.shard(tables.shards[self._column("start_shard")])
         with shard.open() as fd:
@@ -236,14 +237,15 @@ class Sample:
         return start
 
     @cached_property
-    def _end(self) -> End:
+    def end(self) -> End:
+        """The END record as the server wrote it."""
         with self._shard.open() as fd:
             end, _ = end_event(self._shard.frame(fd, self._column("end")))
         return end
 
     @cached_property
     def _ids(self) -> TokenIds:
-        return np.concatenate([self._start.prompt, self._end.output]).astype(np.int32, copy=False)
+        return np.concatenate([self.start.prompt, self.end.output]).astype(np.int32, copy=False)
 
     def _column(self, name: str) -> int:
         return int(self._shard.tables.c[f"sample.{name}"][self._row])

@@ -74,7 +74,7 @@ class Tables:
     ) -> Tables:
         c = {n: np.frombuffer(columns[n], np.dtype(code)) for n, code in COLUMNS.items()}
         text = np.frombuffer(ids, np.uint8)
-        return Tables(c, text, list(shards), list(runs), list(bias), STATES, windows)
+        return Tables(c, text, list(shards), list(runs), list(bias), list(STATES), windows)
 
     @property
     def samples(self) -> int:
@@ -91,7 +91,7 @@ class Tables:
     def id(self, sample: int) -> str:
         ends = self.c["sample.id_end"]
         start = int(ends[sample - 1]) if sample else 0
-        return self.ids[start : int(ends[sample])].tobytes().decode()
+        return str(self.ids[start : int(ends[sample])].tobytes(), "utf-8")
 
     def segments(self, sample: int) -> range:
         """Which rows of the segment columns are the sample's, in order of position."""

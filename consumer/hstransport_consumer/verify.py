@@ -1,0 +1,64 @@
+"""Is every sample in a directory what it says? Reads and decodes everything."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hstransport.errors import DatasetMismatchError
+
+from .directory import list_shards
+from .findings import Finding, VerifyReport, Walked
+from .reader import ShardDataset
+from .verify_frames import verify_file
+from .verify_samples import ALLOW_LABEL, verify_sample
+
+
+def verify(directory: str | os.PathLike[str]) -> VerifyReport:
+    """Verify all shards of a directory: every checksum, the footers, and each sample's rows.
+
+    Goes on after a finding. FileNotFoundError if there are no shards.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is no directory: name a directory of shards")
+    entries = list_shards(path)
+    if not entries:
+        raise FileNotFoundError(f"{path} holds no shards (shard-NNNNNN.zst)")
+    report = VerifyReport()
+    walked: dict[bytes, Walked] = {}
+    last: tuple[int, Walked] | None = None
+    for entry in entries:
+        found = verify_file(entry.path, entry.number, entry.partial, report)
+        if found is None:
+            continue
+        if last and last[0] == entry.number - 1 and last[1].carry_out != found.carry_in:
+            report.note(entry.path, "does not go on where the shard before it ends")
+        last = (entry.number, found)
+        if _belongs(found, walked, report):
+            walked[found.shard.header.uid] = found
+    dataset = ShardDataset(path, [w.shard for w in walked.values()])
+    for w in walked.values():
+        for row in range(w.shard.tables.samples):
+            verify_sample(dataset, w.shard, row, walked, report)
+    return report
+
+
+def _belongs(found: Walked, walked: dict[bytes, Walked], report: VerifyReport) -> bool:
+    """Whether the shard is of the same dataset as the first, and no copy."""
+    shard = found.shard
+    twin = walked.get(shard.header.uid)
+    if twin:
+        report.note(shard.path, f"is a copy of {twin.shard.path.name}: remove one")
+        return False
+    first = next(iter(walked.values()), None)
+    if first:
+        try:
+            first.shard.header.meta.check_same(shard.header.meta, first.shard.path.name)
+        except DatasetMismatchError as e:
+            report.note(shard.path, str(e))
+            return False
+    return True
+
+
+__all__ = ["ALLOW_LABEL", "Finding", "VerifyReport", "verify"]

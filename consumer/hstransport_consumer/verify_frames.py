@@ -1,0 +1,137 @@
+"""Verifying one file: every frame, and that the footer says the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from hstransport.errors import CorruptShardError, HsTransportError, TornShardError
+
+from . import codec
+from .findings import CONSTANT, NOT_FINITE, ZERO, Flags, VerifyReport, Walked
+from .format import read_footer
+from .index import ChunkRecord, ShardIndex, WindowRecord
+from .progress import pack_progress
+from .shard import Shard, open_file
+from .tables import Tables, parse_tables
+from .walk import apply, check_chunk, read_bias, read_head, walk
+
+
+def verify_file(path: Path, number: int, partial: bool, report: VerifyReport) -> Walked | None:
+    """Walk and decode a file; None if it cannot even be begun."""
+    try:
+        fd = open_file(path)
+    except OSError as e:
+        report.note(path, f"cannot be opened: {e.strerror}")
+        return None
+    try:
+        size = os.fstat(fd).st_size
+        report.bytes += size
+        if partial:
+            report.unfinished.append(path.name)
+        else:
+            report.shards += 1
+        return _verify_frames(fd, size, path, number, partial, report)
+    except HsTransportError as e:
+        if not (partial and isinstance(e, TornShardError)):
+            report.note(path, str(e))
+        return None
+    finally:
+        os.close(fd)
+
+
+def _verify_frames(
+    fd: int, size: int, path: Path, number: int, partial: bool, report: VerifyReport
+) -> Walked:
+    head = read_head(fd, size, path)
+    if head.header.number != number:
+        report.note(path, f"is shard number {head.header.number} under another name")
+    carry_in = pack_progress(head.progress)
+    index = ShardIndex(head.header, head.progress)
+    flags: list[Flags | None] = []
+    end = head.end
+    try:
+        for record in walk(fd, head.end, size, path, head.header.meta):
+            apply(index, record, path)
+            end = record.end
+            if isinstance(record, WindowRecord):
+                for item in record.items:
+                    if isinstance(item, ChunkRecord):
+                        flags.append(_verify_chunk(fd, item, index, path, report))
+                        report.tokens += item.rows
+    except (TornShardError, CorruptShardError) as e:
+        if not (partial and isinstance(e, TornShardError)):
+            report.note(path, str(e))
+    carry_out = pack_progress(index.progress)
+    tables = index.tables()
+    if not partial:
+        try:
+            tables, end = _verify_footer(fd, size, path, index, end, carry_out, report)
+        except HsTransportError as e:
+            report.note(path, str(e))
+    return Walked(Shard(path, head.header, tables, end), flags, carry_in, carry_out)
+
+
+def _verify_footer(
+    fd: int,
+    size: int,
+    path: Path,
+    index: ShardIndex,
+    frames_end: int,
+    carry: bytes,
+    report: VerifyReport,
+) -> tuple[Tables, int]:
+    header = index.header
+    footer = read_footer(fd, size, path, header.uid)
+    said = parse_tables(footer, header.meta, header.uid)
+    if footer.offset != frames_end:
+        report.note(path, f"footer at byte {footer.offset}, but frames end at {frames_end}")
+    for what in _differences(said, index.tables(), carry):
+        report.note(path, f"footer: {what} differs from what the frames say")
+    return said, footer.offset
+
+
+def _differences(said: Tables, walked: Tables, carry: bytes) -> Iterator[str]:
+    for name, column in walked.c.items():
+        if not np.array_equal(said.c[name], column):
+            yield name
+    if not np.array_equal(said.ids, walked.ids):
+        yield "ids"
+    for name in ("shards", "runs", "bias", "states", "windows"):
+        if getattr(said, name) != getattr(walked, name):
+            yield name
+    if said.carry != carry:
+        yield "carry"
+
+
+def _verify_chunk(
+    fd: int, chunk: ChunkRecord, index: ShardIndex, path: Path, report: VerifyReport
+) -> Flags | None:
+    """Decode a chunk; one byte of flags for each row."""
+    meta = index.header.meta
+    try:
+        planes = check_chunk(fd, chunk, meta.hidden, path)
+    except HsTransportError as e:
+        report.note(path, str(e))
+        return None
+    offset = index.bias[chunk.bias].offset
+    bias = read_bias(fd, offset, os.fstat(fd).st_size, path, meta)
+    flags = np.zeros(chunk.rows, np.uint8)
+    words = np.empty((chunk.rows, meta.hidden), np.uint16)
+    for plane in range(meta.planes):
+        codec.join(planes[2 * plane], planes[2 * plane + 1], bias[plane], words)
+        flags |= _odd_rows(words)
+    return flags
+
+
+def _odd_rows(words: codec.U16) -> Flags:
+    """Flags of each row of ``[rows, hidden]``. Zeros of either sign are zeros."""
+    flags = np.where(((words & 0x7F80) == 0x7F80).any(axis=1), NOT_FINITE, 0)
+    zero = (words & 0x7FFF == 0).all(axis=1)
+    flags |= np.where(zero, ZERO, 0)
+    if words.shape[1] > 1:
+        flags |= np.where((words == words[:, :1]).all(axis=1) & ~zero, CONSTANT, 0)
+    return flags.astype(np.uint8)

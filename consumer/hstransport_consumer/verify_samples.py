@@ -1,0 +1,80 @@
+"""Verifying one sample: are its rows, its tokens and its state what they should be?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from hstransport.errors import HsTransportError
+
+from .findings import CONSTANT, NOT_FINITE, ZERO, Flags, VerifyReport, Walked
+from .index import id_hash
+from .reader import ShardDataset
+from .sample import Sample
+from .shard import Shard
+from .states import Coverage, State, judge
+
+ALLOW_LABEL = "hstransport.allow"
+"""A sample with this label true may have zero, constant and non-finite rows."""
+
+_WORDS = {ZERO: "only zeros", CONSTANT: "one value only", NOT_FINITE: "Inf or NaN"}
+
+
+def verify_sample(
+    dataset: ShardDataset,
+    shard: Shard,
+    row: int,
+    walked: Mapping[bytes, Walked],
+    report: VerifyReport,
+) -> None:
+    """Note what is wrong with the sample of a shard's ``row``."""
+    sample = Sample(dataset, shard, row)
+    report.samples += 1
+    try:
+        report.whole += sample.state == State.WHOLE
+        for what in _problems(sample, shard, row, walked):
+            report.note(shard.path, what, sample.id)
+    except (HsTransportError, FileNotFoundError, UnicodeDecodeError) as e:
+        report.note(shard.path, str(e), f"#{row}")
+
+
+def _problems(
+    sample: Sample, shard: Shard, row: int, walked: Mapping[bytes, Walked]
+) -> Iterator[str]:
+    if int(shard.tables.c["sample.hash"][row]) != id_hash(sample.id):
+        yield "cannot be found by its id: wrong hash"
+    start, end = sample.start, sample.end
+    covered = Coverage(sample.ranges)
+    if covered.ranges and covered.ranges[-1][1] > sample.tokens:
+        yield f"has rows up to {covered.ranges[-1][1]}, and {sample.tokens} tokens"
+    if sample.state != State.UNFINISHED:
+        due = judge(end.reason, end.tokens, end.dropped, end.cached, covered)
+        if sample.state != due:
+            yield f"is {sample.state} by name and {due} by its rows"
+    if sample.state != State.WHOLE:
+        return
+    if covered.missing(0, sample.tokens):
+        yield f"is whole and lacks rows at {covered.missing(0, sample.tokens)[:4]}"
+    if len(sample.token_ids) != sample.tokens:
+        yield f"has {sample.tokens} rows and {len(sample.token_ids)} token ids"
+    if start.labels.get(ALLOW_LABEL) is not True:
+        yield from _odd_rows(sample, walked)
+
+
+def _odd_rows(sample: Sample, walked: Mapping[bytes, Walked]) -> Iterator[str]:
+    flags = np.zeros(sample.tokens, np.uint8)
+    for p in sample.stored:
+        chunks = walked[p.shard].flags if p.shard in walked else []
+        found: Flags | None = chunks[p.chunk] if p.chunk < len(chunks) else None
+        if found is None:
+            yield f"rows {p.position} to {p.position + p.rows - 1} cannot be decoded"
+        else:
+            flags[p.position : p.position + p.rows] = found[p.row : p.row + p.rows]
+    for flag, words in _WORDS.items():
+        rows = np.flatnonzero(flags & flag)
+        if len(rows):
+            yield (
+                f"{len(rows)} rows hold {words} in some layer, the first at token {rows[0]} "
+                f"(label {ALLOW_LABEL} = true allows it)"
+            )
