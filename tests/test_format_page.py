@@ -57,7 +57,7 @@ def test_the_page_names_what_the_code_has() -> None:
     for state in STATES:
         assert f"| `{state}` |" in page
     for name in tables.COLUMNS:
-        table, column = name.split(".")
+        _, column = name.split(".")
         assert f"`{name}`" in page or f"`.{column}`" in page, name
     kinds = [v for k, v in vars(format).items() if k.isupper() and isinstance(v, bytes)]
     assert len(kinds) == 10
