@@ -1,0 +1,194 @@
+"""``hstransport extract``: send every prompt of a file, until each has its whole sample on disk."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ..client.chat import ChatTokenizer
+from ..client.extract import Outcome, Settings, extract
+from ..client.http import Refused, Server
+from ..client.progress import Progress, duration
+from ..client.prompts import BadPrompts, PromptFile, read_prompts
+from ..errors import ConfigError
+from .checks import natural, positive_float, positive_int
+
+HELP = "send prompts to a server and see that each ends whole in a directory of shards"
+DESCRIPTION = """\
+Send every prompt of a file to an SGLang server that captures (HSTRANSPORT=1), while
+hstransport-consumer writes the directory. Prompts whose samples are already whole there are not
+sent again, so the same command goes on where it was stopped."""
+EPILOG = """\
+a line of FILE.jsonl has one of
+  {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}
+  {"text": "Once upon a time"}
+  {"input_ids": [1, 2, 3]}
+and may have "id" (a string; default: a hash of what is sent), "labels" (a map of scalars) and
+"loss_mask" (0 or 1 for each token; of messages it is made here: 1 on what the assistant said).
+A chat that ends with the assistant's message is only read by the model; any other gets the
+generation prompt.
+
+example:
+  hstransport-consumer --out /data/shards &
+  hstransport extract --server http://127.0.0.1:30000 --prompts prompts.jsonl --out /data/shards
+
+exit status: 0 every sample is whole; 1 some are not (each is named); 2 bad arguments, prompts or
+directory, nothing was sent; 3 the server cannot be reached, or fails every request;
+130 interrupted twice.
+"""
+_NAMED = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--server", required=True, metavar="URL", help="such as http://127.0.0.1:30000")
+    add("--prompts", required=True, type=Path, metavar="FILE", help="prompts, one JSON a line")
+    add("--out", required=True, type=Path, metavar="DIR", help="the consumer's directory")
+    add("--concurrency", type=positive_int, default=32, help="requests at once (default: 32)")
+    add(
+        "--max-new-tokens",
+        type=positive_int,
+        default=1,
+        help="tokens to generate after each prompt (default: 1, the fewest a server takes)",
+    )
+    add(
+        "--retries",
+        type=natural,
+        default=2,
+        help="further tries of a request that failed, or whose sample is not whole (default: 2)",
+    )
+    add(
+        "--timeout",
+        type=positive_float,
+        default=600.0,
+        metavar="SECONDS",
+        help="the longest to wait for an answer (default: 600)",
+    )
+    add(
+        "--settle-timeout",
+        type=positive_float,
+        default=30.0,
+        metavar="SECONDS",
+        help="after the answers, wait for the consumer until nothing came for this long "
+        "(default: 30)",
+    )
+    add("--limit", type=positive_int, metavar="N", help="only the first N prompts")
+    add("--skip-bad", action="store_true", help="leave lines that cannot be sent out")
+    add("--tokenizer", metavar="PATH", help="for messages (default: what the server names)")
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that comes with the tokenizer",
+    )
+    add(
+        "--api-key-env",
+        metavar="NAME",
+        help="environment variable with the server's API key",
+    )
+    add("--json", action="store_true", help="print one JSON object in place of the summary")
+    add("--quiet", action="store_true", help="no progress")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.out.exists() and not arguments.out.is_dir():
+        raise NotADirectoryError(f"--out {arguments.out} is a file; name the consumer's directory")
+    server = Server(
+        arguments.server, timeout_s=arguments.timeout, api_key=_api_key(arguments.api_key_env)
+    )
+    try:
+        info = server.model_info()
+    except Refused as e:
+        raise ConfigError(f"--server {arguments.server}: {e}") from None
+    tokenizer = functools.cache(
+        lambda: ChatTokenizer.load(
+            arguments.tokenizer or info.tokenizer, trust_remote_code=arguments.trust_remote_code
+        )
+    )
+    found = read_prompts(arguments.prompts, tokenizer, arguments.limit)
+    if found.bad and not arguments.skip_bad:
+        raise BadPrompts(arguments.prompts, found.bad)
+    if not found.prompts:
+        raise ConfigError(f"{arguments.prompts} has no prompt that can be sent")
+    _warn_of_renamed(found)
+    settings = Settings(
+        out=arguments.out,
+        concurrency=arguments.concurrency,
+        max_new_tokens=arguments.max_new_tokens,
+        retries=arguments.retries,
+        settle_timeout_s=arguments.settle_timeout,
+    )
+    outcome = extract(server, found.prompts, settings, Progress(quiet=arguments.quiet))
+    if arguments.json:
+        print(json.dumps(_summary_dict(arguments, info.model, found, outcome)))
+    else:
+        print(_summary(arguments, found, outcome))
+    if outcome.server_lost:
+        return 3
+    return 1 if outcome.not_whole or found.bad else 0
+
+
+def _api_key(name: str | None) -> str | None:
+    if name is None:
+        return None
+    key = os.environ.get(name)
+    if not key:
+        raise ConfigError(f"--api-key-env {name}: that environment variable is not set")
+    return key
+
+
+def _warn_of_renamed(found: PromptFile) -> None:
+    for line, old, new in found.renamed[:_NAMED]:
+        print(f"hstransport: line {line}: id {old!r} repeats, is now {new!r}", file=sys.stderr)
+    if len(found.renamed) > _NAMED:
+        more = len(found.renamed) - _NAMED
+        print(f"hstransport: {more} more lines repeat an id", file=sys.stderr)
+
+
+def _summary_dict(
+    arguments: argparse.Namespace, model: str, found: PromptFile, outcome: Outcome
+) -> dict[str, Any]:
+    return {
+        "server": arguments.server,
+        "model": model,
+        "prompts": str(arguments.prompts),
+        "out": str(arguments.out),
+        **outcome.as_dict(),
+        "bad_lines": [{"line": line, "reason": reason} for line, reason in found.bad],
+        "renamed": [{"line": n, "id": old, "now": new} for n, old, new in found.renamed],
+    }
+
+
+def _summary(arguments: argparse.Namespace, found: PromptFile, o: Outcome) -> str:
+    lines = [
+        f"{o.whole + o.already_whole} of {len(found.prompts)} samples are whole in {arguments.out}"
+        f" ({o.already_whole} were before); {o.requests} requests, {o.prompt_tokens:,} tokens, "
+        f"{duration(o.seconds)}"
+    ]
+    if found.bad:
+        lines.append(f"{len(found.bad)} lines could not be sent:")
+        lines += [f"  line {number}: {reason}" for number, reason in found.bad[:_NAMED]]
+    if o.not_whole:
+        states = Counter(job.state for job in o.not_whole)
+        counts = ", ".join(f"{n} {state}" for state, n in states.most_common())
+        lines.append(f"{len(o.not_whole)} are not whole ({counts}):")
+        for job in o.not_whole[:_NAMED]:
+            reason = f": {job.detail}" if job.detail else ""
+            lines.append(f"  {job.prompt.id} (line {job.prompt.line}): {job.state}{reason}")
+        if len(o.not_whole) > _NAMED:
+            lines.append(f"  and {len(o.not_whole) - _NAMED} more (--json names them all)")
+    if o.nothing_arrived:
+        lines.append(
+            f"no consumer seems to be writing {arguments.out}: start hstransport-consumer --out "
+            f"{arguments.out}, and see that the server runs with HSTRANSPORT=1; then run this again"
+        )
+    if o.server_lost:
+        lines.append(f"the server was lost: {o.server_lost}")
+    if o.interrupted:
+        lines.append("interrupted; the same command goes on from here")
+    return "\n".join(lines)

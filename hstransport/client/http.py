@@ -1,0 +1,120 @@
+"""The few HTTP calls that are made of an SGLang server, with standard library means only."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..errors import ConfigError, ServerError
+
+_PROBE_TIMEOUT_S = 30.0
+_MAX_ANSWER_BYTES = 256 << 20
+
+
+class Unreachable(ServerError):
+    """No answer, or an answer that says to come back: worth another try."""
+
+
+class Refused(ServerError):
+    """The server understood and said no (4xx): another try would be refused as well."""
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What the server says of its model."""
+
+    model: str
+    tokenizer: str
+
+
+class Server:
+    """An SGLang server by its URL. One connection a request, so threads share nothing."""
+
+    def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str | None = None) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError as e:
+            raise ConfigError(f"server {url!r}: {e}") from None
+        if parts.scheme not in ("http", "https") or not host:
+            raise ConfigError(f"server {url!r} is not a URL such as http://127.0.0.1:30000")
+        self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._host, self._port, self._prefix = host, port, parts.path.rstrip("/")
+        self._timeout_s = timeout_s
+        self._headers = {"Content-Type": "application/json", "Connection": "close"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def model_info(self) -> ModelInfo:
+        """Ask what is served; Unreachable when nobody answers, Refused when it is no SGLang."""
+        try:
+            info = self._call("GET", "/model_info", None, _PROBE_TIMEOUT_S)
+        except Refused:
+            info = self._call("GET", "/get_model_info", None, _PROBE_TIMEOUT_S)  # SGLang <= 0.5.5
+        if not isinstance(info, dict) or not isinstance(info.get("model_path"), str):
+            raise Refused(f"{self.url} answers, but not as an SGLang server does: check --server")
+        model = info["model_path"]
+        return ModelInfo(model, info.get("tokenizer_path") or model)
+
+    def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
+        """POST /generate for one prompt; raises Unreachable or Refused."""
+        answer = self._call("POST", "/generate", json.dumps(payload).encode(), self._timeout_s)
+        if not isinstance(answer, dict):
+            raise Refused(f"{self.url}/generate answered with a {type(answer).__name__}")
+        finish = (answer.get("meta_info") or {}).get("finish_reason") or {}
+        if finish.get("type") == "abort":
+            raise Unreachable(f"the server aborted the request: {finish.get('message', '')}")
+        return answer
+
+    def _call(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Any:
+        connection = self._connection(timeout_s)
+        try:
+            connection.request(method, self._prefix + path, body, self._headers)
+            answer = connection.getresponse()
+            data = answer.read(_MAX_ANSWER_BYTES)
+        except TimeoutError:
+            raise Unreachable(f"{self.url}{path}: no answer within {timeout_s:g} s") from None
+        except (OSError, http.client.HTTPException) as e:
+            raise Unreachable(f"{self.url}{path}: {_words(e)}") from None
+        finally:
+            connection.close()
+        if answer.status >= 500 or answer.status in (408, 425, 429):
+            raise Unreachable(f"{self.url}{path}: HTTP {answer.status}: {_message(data)}")
+        if answer.status >= 300:
+            raise Refused(f"HTTP {answer.status}: {_message(data)}")
+        try:
+            return json.loads(data)
+        except ValueError:
+            raise Refused(f"{self.url}{path}: the answer is not JSON: {data[:80]!r}") from None
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        if self._tls:
+            return http.client.HTTPSConnection(
+                self._host, self._port, timeout=timeout_s, context=self._tls
+            )
+        return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+
+
+def _words(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _message(data: bytes) -> str:
+    """The server's own words out of an error's body."""
+    try:
+        body = json.loads(data)
+    except ValueError:
+        return data[:300].decode(errors="replace").strip()
+    while isinstance(body, dict):
+        for key in ("error", "message", "detail"):
+            if key in body:
+                body = body[key]
+                break
+        else:
+            return json.dumps(body)[:300]
+    return str(body)[:300]
