@@ -17,7 +17,7 @@ setup: ## build .venv: SGLang for CPUs, hstransport, the test models (2 minutes;
 	@$(RIG)
 
 demo: setup ## serve SmolLM2, extract hidden states of demo/prompts.jsonl into data/shards, verify
-	@$(PY) demo/run.py
+	@PYTHONPATH=tests $(PY) demo/run.py
 
 test: setup ## all tests, those with a real SGLang server too
 	@$(PY) -m pytest $(ARGS)
