@@ -2,16 +2,18 @@
 
 #include <fcntl.h>
 #include <linux/fs.h>
+#include <linux/magic.h>
 #include <sys/mman.h>
 #include <sys/random.h>
-#include <sys/statvfs.h>
 #include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
 
 #include "check.h"
 
@@ -55,20 +57,35 @@ static std::shared_ptr<Mapping> map_again(const std::string& path, const struct 
   return std::make_shared<Mapping>(static_cast<uint8_t*>(base), locked.st_size);
 }
 
+// What may still be allocated on the file system. A tmpfs may be larger than the memory that is
+// left, and to fill it would call the OOM killer, on this process or on any other.
+static uint64_t available_bytes(int fd, const std::string& path) {
+  struct statfs fs{};
+  if (::fstatfs(fd, &fs) != 0) throw OsError(errno, "cannot ask for free space", path);
+  // A tmpfs without a limit has no blocks.
+  uint64_t available = fs.f_blocks == 0 ? UINT64_MAX : uint64_t{fs.f_bavail} * fs.f_bsize;
+  if (fs.f_type == TMPFS_MAGIC) {
+    std::ifstream meminfo("/proc/meminfo");
+    for (std::string line; std::getline(meminfo, line);) {
+      unsigned long long kib = 0;
+      if (std::sscanf(line.c_str(), "MemAvailable: %llu kB", &kib) == 1) {
+        available = std::min<uint64_t>(available, kib * 1024);
+      }
+    }
+  }
+  return available;
+}
+
 // Takes all the memory now: otherwise a full /dev/shm is a SIGBUS in the middle of a forward pass.
 static void allocate(int fd, const std::string& path, uint64_t file_bytes) {
-  const auto no_space = [&](uint64_t available) {
-    return OsError(ENOSPC,
-                   cat("a ring of ", file_bytes, " bytes does not fit, ", available,
-                       " bytes are available there: choose a smaller ring, or enlarge the file "
-                       "system (/dev/shm: mount -o remount,size=…, docker --shm-size)"),
-                   path);
-  };
-  struct statvfs fs{};
-  if (::fstatvfs(fd, &fs) != 0) throw OsError(errno, "cannot ask for free space", path);
-  const uint64_t available = uint64_t{fs.f_bavail} * fs.f_frsize;
-  // A tmpfs without a limit reports no blocks at all.
-  if (fs.f_blocks != 0 && available < file_bytes) throw no_space(available);
+  const uint64_t available = available_bytes(fd, path);
+  const OsError no_space(
+      ENOSPC,
+      cat("a ring of ", file_bytes, " bytes does not fit, ", available,
+          " bytes are available there: choose a smaller ring, free memory, or enlarge the file "
+          "system (/dev/shm: mount -o remount,size=…, docker --shm-size)"),
+      path);
+  if (available < file_bytes) throw no_space;
   if (::ftruncate(fd, static_cast<off_t>(file_bytes)) != 0) {
     throw OsError(errno, cat("cannot size the ring to ", file_bytes, " bytes"), path);
   }
@@ -77,7 +94,7 @@ static void allocate(int fd, const std::string& path, uint64_t file_bytes) {
   for (uint64_t at = 0; at < file_bytes;) {
     const uint64_t step = std::min(kStep, file_bytes - at);
     const int code = ::posix_fallocate(fd, static_cast<off_t>(at), static_cast<off_t>(step));
-    if (code == ENOSPC) throw no_space(available);
+    if (code == ENOSPC) throw no_space;
     if (code != 0 && code != EINTR) throw OsError(code, "cannot allocate the ring", path);
     if (code == 0) at += step;
   }

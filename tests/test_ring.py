@@ -215,15 +215,17 @@ def test_records_are_released_by_other_threads_while_one_reads(
             except IndexError:
                 time.sleep(0)
 
-    threads = [threading.Thread(target=release) for _ in range(3)]
+    threads = [threading.Thread(target=release, daemon=True) for _ in range(3)]
     for t in threads:
         t.start()
-    for seq in range(5000):
-        slot = writer.reserve(ROWS, b"", 500, wait_s=30)
-        assert slot.seq == seq
-        slot.commit()
-        held.append(reader.read())
-    done.set()
+    try:
+        for seq in range(5000):
+            slot = writer.reserve(ROWS, b"", 500, wait_s=30)
+            assert slot is not None and slot.seq == seq
+            slot.commit()
+            held.append(reader.read())
+    finally:
+        done.set()
     for t in threads:
         t.join()
     assert reader.tail == reader.head == reader.cursor

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import stat
 import struct
 import threading
@@ -68,11 +70,49 @@ def test_a_ring_never_replaces_a_file(path: Path, ring_dir: Path) -> None:
 
 def test_a_ring_larger_than_its_file_system_is_refused(path: Path, ring_dir: Path) -> None:
     fs = os.statvfs(ring_dir)
-    available = fs.f_bavail * fs.f_frsize
-    capacity = (available + (1 << 30)) // 4096 * 4096
-    with pytest.raises(OSError, match=rf"a ring of {capacity + HEADER} bytes .* \d+ bytes are av"):
-        RingWriter.create(path, capacity, b"")
-    assert not list(ring_dir.iterdir())
+    check_no_room_for(path, fs.f_bavail * fs.f_frsize + (1 << 30))
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a tmpfs")
+def test_a_ring_larger_than_the_memory_left_is_refused(path: Path) -> None:
+    meminfo = Path("/proc/meminfo").read_text()
+    kib = next(int(x.split()[1]) for x in meminfo.splitlines() if x.startswith("MemAvailable"))
+    check_no_room_for(path, (kib << 10) + (1 << 30))
+
+
+def check_no_room_for(path: Path, capacity: int) -> None:
+    capacity = capacity // 4096 * 4096
+    # Should the check be missing, this keeps the test from taking all the memory of the machine.
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, before[1]))
+    try:
+        with pytest.raises(OSError, match=rf"{capacity + HEADER} bytes .* \d+ bytes are av") as e:
+            RingWriter.create(path, capacity, b"")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert e.value.errno == errno.ENOSPC and not list(path.parent.iterdir())
+
+
+def test_of_two_creators_one_wins(path: Path, ring_dir: Path) -> None:
+    won: list[RingWriter] = []
+    lost: list[FileExistsError] = []
+    start = threading.Barrier(2)
+
+    def create() -> None:
+        start.wait()
+        try:
+            won.append(RingWriter.create(path, CAPACITY, b""))
+        except FileExistsError as e:
+            lost.append(e)
+
+    for turn in range(100):
+        threads = [threading.Thread(target=create) for _ in range(2)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert (len(won), len(lost)) == (1, turn + 1)
+        assert list(ring_dir.iterdir()) == [path] and won.pop().close()
 
 
 @pytest.mark.parametrize("capacity", [0, 4096, CAPACITY - 4096, CAPACITY + 64, (1 << 64) - 4096])
