@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hstransport_consumer import DatasetWriter, open_shards
+from hstransport_consumer import DatasetWriter, open_shards, plan
+from hstransport_consumer.index import ShardIndex
 from hstransport_consumer.verify import verify
 from shard_kit import Script, check, make_info, only_shard, split_frames
 
@@ -196,6 +197,74 @@ def test_a_bent_last_window_is_cut(written: tuple[Script, Path], died: Copy) -> 
         directory = died()
         flip(directory / partial.name, (at + end) // 2)
         finish(script, directory)
+
+
+def test_a_window_without_its_head_is_cut(written: tuple[Script, Path], died: Copy) -> None:
+    """The head is written last: until then there is a hole."""
+    script, original = written
+    (partial,) = original.glob("*.partial")
+    frames = split_frames(partial.read_bytes())
+    _, at, end = [f for f in frames if f[0] == b"HSwn"][-1]
+    directory = died()
+    with (directory / partial.name).open("r+b") as file:
+        file.seek(at)
+        file.write(bytes(end - at))
+    assert len(open_shards(directory, states=None, partial=True)) > 0
+    assert verify(directory).ok
+    finish(script, directory)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_error_in_the_midst_of_a_window_leaves_the_file_as_it_was(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hstransport_consumer import codec
+
+    script = long_script(12)
+    with DatasetWriter(tmp_path, threads=threads) as writer:
+        writer.begin_run(script.info)
+        script.write_window(writer, 0, 9)
+        before = only_shard(tmp_path).read_bytes()
+        real, calls = codec.encode_chunk, []
+
+        def fail_once(*args: object) -> object:
+            calls.append(1)
+            if len(calls) == 2:
+                raise MemoryError
+            return real(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(codec, "encode_chunk", fail_once)
+        monkeypatch.setattr(plan, "CHUNK_BYTES", 640)
+        with pytest.raises(MemoryError):
+            script.write_window(writer, 10, 30)
+        assert only_shard(tmp_path).read_bytes() == before
+        script.write_window(writer, 10, 30)
+        script.write(writer, [], first=31)
+    check(open_shards(tmp_path), script.samples.values())
+
+
+def test_an_interrupt_before_the_index_knows_leaves_the_shard_to_recovery(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = long_script(12)
+    writer = DatasetWriter(tmp_path)
+    writer.begin_run(script.info)
+    script.write_window(writer, 0, 9)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardIndex, "apply", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            script.write_window(writer, 10, 19)
+    with pytest.raises(ShardError, match="interrupted"):
+        script.write_window(writer, 20, 29)
+    writer.close()
+    assert only_shard(tmp_path).suffix == ".partial"
+    with DatasetWriter(tmp_path) as writer:
+        assert writer.next_seq(script.info.run, 0) == 20
+    finish(script, tmp_path)
 
 
 def test_after_a_restart_of_the_machine_every_window_is_checked(

@@ -44,6 +44,11 @@ def test_one_sample(tmp_path: Path) -> None:
     assert dataset.model == "model/a" and dataset.info.hidden == 24
     np.testing.assert_array_equal(sample["final"], sample.hidden_states[:, 2])
     np.testing.assert_array_equal(sample.read(3, 9, [3, 1]), sample.hidden_states[3:9, [1, 0]])
+    out = np.empty((33, 3, 24), np.uint16)
+    assert sample.read(out=out) is out
+    np.testing.assert_array_equal(out, sample.hidden_states)
+    with pytest.raises(ValueError, match="is due"):
+        sample.read(0, 3, out=out)
     assert dataset[-1].id == dataset[0].id == dataset[0:1][0].id == dataset.ids[0]
     assert "sample-5" in dataset and "nobody" not in dataset
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from . import directory
+
+Buffer = bytes | memoryview
 
 _IOV_MAX = 1024
 
@@ -42,13 +45,20 @@ class Appender:
         os.ftruncate(fd, size)
         return Appender(path, fd, size, durable=durable)
 
-    def append(self, buffers: Sequence[bytes]) -> None:
-        """Hand all buffers to the kernel, and to the disk if durable.
+    def append(self, buffers: Sequence[Buffer]) -> None:
+        """Hand all buffers to the kernel, and to the disk if durable; see :meth:`transaction`."""
+        with self.transaction() as transaction:
+            transaction.put(buffers)
 
-        On OSError (a full disk) the file is as it was before.
+    @contextmanager
+    def transaction(self) -> Iterator[Transaction]:
+        """Several writes that count together, once the block ends.
+
+        On OSError (a full disk), or any other error, the file is as it was before.
         """
+        transaction = Transaction(self._fd, self.size)
         try:
-            end = _write_all(self._fd, buffers, self.size)
+            yield transaction
             if self._durable:
                 os.fdatasync(self._fd)
         except OSError as e:
@@ -59,7 +69,10 @@ class Appender:
                 "is room",
                 str(self.path),
             ) from e
-        self.size = end
+        except BaseException:
+            os.ftruncate(self._fd, self.size)
+            raise
+        self.size = transaction.end
 
     def sync(self) -> None:
         os.fsync(self._fd)
@@ -92,7 +105,28 @@ class Appender:
             self._fd = -1
 
 
-def _write_all(fd: int, buffers: Sequence[bytes], at: int) -> int:
+class Transaction:
+    """Writes past the end of the file; ``end`` is where the next one goes."""
+
+    def __init__(self, fd: int, end: int) -> None:
+        self._fd = fd
+        self.end = end
+
+    def leave(self, size: int) -> int:
+        """Leave room, to be filled by :meth:`fill`; returns where it is."""
+        at = self.end
+        self.end += size
+        return at
+
+    def put(self, buffers: Sequence[Buffer]) -> None:
+        self.end = _write_all(self._fd, buffers, self.end)
+
+    def fill(self, at: int, data: bytes) -> None:
+        """Write into room that was left."""
+        _write_all(self._fd, [data], at)
+
+
+def _write_all(fd: int, buffers: Sequence[Buffer], at: int) -> int:
     """Write all buffers at offset ``at``; returns the end. The kernel may take fewer at a time."""
     left = [memoryview(b) for b in buffers if len(b)]
     left.reverse()

@@ -66,6 +66,32 @@ class _Local(threading.local):
         self.scratch = np.empty((2, 0), np.uint8)
 
 
+class Packed(NamedTuple):
+    """Data frames of a chunk, in the memory of a :class:`FrameBuffer`."""
+
+    sizes: tuple[int, ...]
+    """Bytes of each: exponents and sign+mantissa of each plane in order."""
+    data: memoryview
+    """All of them, one after another."""
+
+
+class FrameBuffer:
+    """Memory for the frames of one chunk at a time.
+
+    It is used again and again: zstd's own output objects would be fresh memory each time, and to
+    touch that costs as much as the packing itself.
+    """
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def reserve(self, size: int) -> U8:
+        """At least ``size`` bytes; what was in them before is void."""
+        if len(self._memory) < size:
+            self._memory = np.empty(size, np.uint8)
+        return self._memory
+
+
 _local = _Local()
 
 
@@ -81,34 +107,44 @@ def source(array: npt.NDArray[Any], planes: int, hidden: int) -> Source:
     return Source(array, array.ctypes.data, plane_bytes, row_bytes, array.shape[1])
 
 
-def encode_chunk(pieces: Sequence[Piece], bias: U8) -> list[bytes]:
-    """Frames of one chunk: exponents and sign+mantissa of each plane in order.
+def encode_chunk(pieces: Sequence[Piece], bias: U8, buffer: FrameBuffer) -> Packed:
+    """Pack a chunk into ``buffer``. ``bias`` is uint8 ``[planes, hidden]``.
 
-    ``bias`` is uint8 ``[planes, hidden]``. Releases the GIL in all that takes time.
+    Releases the GIL in all that takes time.
     """
     planes, hidden = bias.shape
     size = sum(p.rows for p in pieces) * hidden
     if _local.scratch.shape[1] < size:
         _local.scratch = np.empty((2, size), np.uint8)
     exponents, mantissas = _local.scratch[:, :size]
-    frames = []
+    memory = buffer.reserve(2 * planes * max_frame_bytes(size))
+    sizes: list[int] = []
+    end = 0
     for plane in range(planes):
-        at = 0
-        for p in pieces:
-            end = at + p.rows * hidden
-            _core.split_planes(
-                p.source.address + plane * p.source.plane_bytes + p.row * p.source.row_bytes,
-                p.rows,
-                hidden,
-                p.source.row_bytes,
-                bias[plane],
-                exponents[at:end],
-                mantissas[at:end],
-            )
-            at = end
-        frames.append(_local.exponents.compress(exponents))
-        frames.append(_local.raw.compress(mantissas))
-    return frames
+        _split(pieces, plane, bias[plane], exponents, mantissas)
+        for coder, data in ((_local.exponents, exponents), (_local.raw, mantissas)):
+            n = coder.stream_reader(data, size=size).readinto(memory[end:])
+            sizes.append(n)
+            end += n
+    return Packed(tuple(sizes), memory[:end].data)
+
+
+def _split(pieces: Sequence[Piece], plane: int, bias: U8, exponents: U8, mantissas: U8) -> None:
+    """Gather one plane of ``pieces``, split into bytes."""
+    hidden = len(bias)
+    at = 0
+    for p in pieces:
+        end = at + p.rows * hidden
+        _core.split_planes(
+            p.source.address + plane * p.source.plane_bytes + p.row * p.source.row_bytes,
+            p.rows,
+            hidden,
+            p.source.row_bytes,
+            bias,
+            exponents[at:end],
+            mantissas[at:end],
+        )
+        at = end
 
 
 def median_exponents(pieces: Sequence[Piece], planes: int, hidden: int) -> U8:

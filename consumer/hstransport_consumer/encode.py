@@ -1,21 +1,23 @@
-"""A planned window to bytes: its head, a bias table if there is a new one, STARTs, chunks, ENDs."""
+"""A planned window into the file: a bias table if there is a new one, STARTs, chunks, ENDs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Executor
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from hstransport.protocol import pack_event
 
 from . import codec
 from . import format as fmt
+from .appender import Transaction
 from .format import pack_frame, pack_map
 from .index import BiasRecord, ChunkRecord, EndRecord, Item, StartRecord, WindowRecord
 from .plan import ChunkPlan, WindowPlan
 
-Part = tuple[bytes, Item | None]
-"""A frame, and the record of it with its offset still to be filled in."""
+Part = tuple[bytes, BiasRecord | StartRecord | EndRecord]
+"""A metadata frame, and the record of it with its offset still to be filled in."""
 
 
 class Bias(NamedTuple):
@@ -30,30 +32,83 @@ class Bias(NamedTuple):
     """Whether the shard does not have it yet."""
 
 
-def encode_window(
+class Packer:
+    """Packs chunks on a number of threads, ahead of the one who writes them."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, "hstransport-pack") if threads > 1 else None
+        # One more than are packing, so that the threads go on while a chunk is written.
+        self._buffers = [codec.FrameBuffer() for _ in range(threads + 1 if self._pool else 1)]
+
+    def pack(self, chunks: Iterable[ChunkPlan], table: codec.U8) -> Iterator[codec.Packed]:
+        """Each chunk's frames in order; they are valid until the next are asked for."""
+
+        def encode(chunk: ChunkPlan, buffer: codec.FrameBuffer) -> codec.Packed:
+            return codec.encode_chunk([piece for _, piece in chunk.pieces], table, buffer)
+
+        if self._pool is None:
+            for chunk in chunks:
+                yield encode(chunk, self._buffers[0])
+            return
+        ahead: deque[Future[codec.Packed]] = deque()
+        try:
+            for i, chunk in enumerate(chunks):
+                if len(ahead) == len(self._buffers):
+                    yield ahead.popleft().result()
+                buffer = self._buffers[i % len(self._buffers)]
+                ahead.append(self._pool.submit(encode, chunk, buffer))
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            # After an error nobody may be at work on the caller's rows, or on a buffer.
+            wait(ahead)
+
+    def close(self) -> None:
+        if self._pool:
+            self._pool.shutdown()
+
+
+def write_window(
+    out: Transaction,
     run: int,
     first_seq: int,
     next_seq: int,
     plan: WindowPlan,
     bias: Bias | None,
-    offset: int,
-    pool: Executor | None,
-) -> tuple[list[bytes], WindowRecord]:
-    """The bytes of a window that will be at ``offset``, and the record that says what is where."""
-    parts = [*_before(plan, bias), *_chunks(plan.chunks, bias, pool), *_ends(plan)]
-    length = sum(len(data) for data, _ in parts)
-    raw = {"run": run, "first": first_seq, "next": next_seq, "bytes": length}
-    head = pack_map(fmt.WINDOW, raw)
-    buffers, items = [head], []
-    at = offset + len(head)
-    for data, item in parts:
-        if item is not None:
-            # A chunk is found by its data, which follow its frame.
-            skip = len(data) if isinstance(item, ChunkRecord) else 0
-            items.append(item._replace(offset=at + skip))
-        buffers.append(data)
-        at += len(data)
-    return buffers, WindowRecord(offset, at, run, first_seq, next_seq, tuple(items))
+    packer: Packer,
+) -> WindowRecord:
+    """Write a window; its head last, because it is what makes the window count."""
+    offset = out.leave(fmt.WINDOW_HEAD_BYTES)
+    items: list[Item] = []
+    _put(out, items, _before(plan, bias))
+    if bias is not None:
+        for chunk, packed in zip(plan.chunks, packer.pack(plan.chunks, bias.table), strict=True):
+            segments = tuple(chunk.segments)
+            raw = {
+                "rows": chunk.rows,
+                "bias": bias.number,
+                "seg": [x for s in segments for x in s],
+                "sizes": list(packed.sizes),
+            }
+            head = pack_map(fmt.CHUNK, raw)
+            at = out.end + len(head)
+            items.append(ChunkRecord(at, chunk.rows, bias.number, packed.sizes, segments))
+            out.put([head, packed.data])
+    _put(out, items, _ends(plan))
+    size = out.end - offset - fmt.WINDOW_HEAD_BYTES
+    out.fill(offset, fmt.pack_window(run, first_seq, next_seq, size))
+    return WindowRecord(offset, out.end, run, first_seq, next_seq, tuple(items))
+
+
+def _put(out: Transaction, items: list[Item], parts: Iterable[Part]) -> None:
+    """Write metadata frames together, and note where each is."""
+    frames = []
+    at = out.end
+    for frame, item in parts:
+        items.append(item._replace(offset=at))
+        frames.append(frame)
+        at += len(frame)
+    out.put(frames)
 
 
 def _before(plan: WindowPlan, bias: Bias | None) -> Iterator[Part]:
@@ -64,29 +119,6 @@ def _before(plan: WindowPlan, bias: Bias | None) -> Iterator[Part]:
         if t.start is not None:
             _, meta = pack_event(t.start)
             yield pack_frame(fmt.START, meta), StartRecord(0, t.sid, t.start.id)
-
-
-def _chunks(chunks: list[ChunkPlan], bias: Bias | None, pool: Executor | None) -> Iterator[Part]:
-    if bias is None:
-        return
-    table = bias.table
-
-    def encode(chunk: ChunkPlan) -> list[bytes]:
-        return codec.encode_chunk([piece for _, piece in chunk.pieces], table)
-
-    packed = pool.map(encode, chunks) if pool else map(encode, chunks)
-    for chunk, frames in zip(chunks, packed, strict=True):
-        sizes, segments = tuple(map(len, frames)), tuple(chunk.segments)
-        raw = {
-            "rows": chunk.rows,
-            "bias": bias.number,
-            "seg": [x for s in segments for x in s],
-            "sizes": list(sizes),
-        }
-        record = ChunkRecord(0, chunk.rows, bias.number, sizes, segments)
-        yield pack_map(fmt.CHUNK, raw), record
-        for frame in frames:
-            yield frame, None
 
 
 def _ends(plan: WindowPlan) -> Iterator[Part]:

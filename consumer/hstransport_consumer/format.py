@@ -125,6 +125,21 @@ def pack_map(kind: bytes, body: dict[str, Any]) -> bytes:
     return pack_frame(kind, bytes(msgpack.packb(body)))
 
 
+def pack_window(run: int, first_seq: int, next_seq: int, size: int) -> bytes:
+    """The head of a window of ``size`` bytes: WINDOW_HEAD_BYTES whatever the numbers are.
+
+    So room can be left for it: it is written last, and makes the window count.
+    """
+    fields = {"run": run, "first": first_seq, "next": next_seq, "bytes": size}
+    body = bytearray([0x80 | len(fields)])
+    for key, value in fields.items():
+        body += msgpack.packb(key) + b"\xcf" + value.to_bytes(8, "big")
+    return pack_frame(WINDOW, bytes(body))
+
+
+WINDOW_HEAD_BYTES = len(pack_window(0, 0, 0, 0))
+
+
 def pread(fd: int, size: int, offset: int, path: Path) -> bytes:
     """Exactly ``size`` bytes at ``offset``; the caller has checked both against the file's size."""
     parts = []
@@ -145,7 +160,10 @@ def read_frame(fd: int, offset: int, end: int, path: Path) -> Frame:
     """
     if end - offset < HEAD_BYTES:
         raise torn(path, offset, f"{end - offset} bytes, too few for a frame")
-    magic, size, kind, crc = _HEAD.unpack(pread(fd, HEAD_BYTES, offset, path))
+    head = pread(fd, HEAD_BYTES, offset, path)
+    if not any(head):
+        raise torn(path, offset, "room was left for a window that was never completed")
+    magic, size, kind, crc = _HEAD.unpack(head)
     if magic != _MAGIC:
         raise corrupt(path, offset, f"{magic:#010x} is not the start of a metadata frame")
     limit = MAX_INDEX_BYTES if kind in (CARRY, FOOTER) else MAX_FRAME_BYTES

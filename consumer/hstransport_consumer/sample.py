@@ -153,10 +153,12 @@ class Sample:
         start: int = 0,
         stop: int | None = None,
         layers: Sequence[int | str] | None = None,
+        out: npt.NDArray[np.uint16] | None = None,
     ) -> npt.NDArray[np.uint16]:
         """bf16 bits of the tokens ``[start, stop)``: ``[stop - start, layers, hidden]``.
 
-        Only the chunks and planes asked for are decoded. IndexError for a range outside of the
+        Only the chunks and planes asked for are decoded. ``out``: an array of just that shape to
+        decode into; memory used again is faster than fresh. IndexError for a range outside of the
         sample, KeyError for an unknown layer, ShardError if rows of the range are missing.
         """
         stop = self.tokens if stop is None else stop
@@ -167,7 +169,11 @@ class Sample:
         self._check_covered(wanted, start, stop)
         # Only now: the rows counted by the tables are a bound that the tokens of a file are not.
         hidden = self._dataset.info.hidden
-        out = np.empty((stop - start, len(planes), hidden), np.uint16)
+        shape = (stop - start, len(planes), hidden)
+        if out is None:
+            out = np.empty(shape, np.uint16)
+        elif out.shape != shape or out.dtype != np.uint16:
+            raise ValueError(f"out is {out.dtype} {list(out.shape)}, uint16 {list(shape)} is due")
         for p in wanted:
             self._decode(p, planes, start, stop, out)
         return out

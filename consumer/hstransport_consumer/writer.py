@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from hstransport.errors import ShardError
 from hstransport.protocol import End, SessionInfo, pack_info
 
 from . import codec, directory
 from . import format as fmt
 from .appender import Appender
 from .bias import ENOUGH_ROWS, BiasEstimate
-from .encode import Bias, encode_window
+from .encode import Bias, Packer, write_window
 from .format import DatasetMeta, Header, pack_frame, pack_map
 from .index import RunRecord, RunState, ShardIndex, WindowRecord
 from .plan import Entry, Touched, WindowPlan, plan_window
@@ -107,7 +107,9 @@ class DatasetWriter:
         self._meta = found.meta
         self._progress = found.progress
         self._estimate = found.estimate
-        self._pool = ThreadPoolExecutor(threads, "hstransport-pack") if threads > 1 else None
+        self._packer = Packer(threads)
+        self._out_of_step = False
+        """Interrupted after the file had a window and before the index had all of it."""
         self.samples = self.whole = self.tokens = self.raw_bytes = self.stored_bytes = 0
         """Since this writer was opened: samples ended, those whole, tokens and bytes stored."""
 
@@ -189,13 +191,16 @@ class DatasetWriter:
             self._file.sync()
 
     def close(self) -> None:
-        """Finish the shard and give the directory free. An empty shard leaves no file."""
+        """Finish the shard and give the directory free. An empty shard leaves no file.
+
+        After an interrupt in the midst of a window the shard is left unfinished, for the next
+        writer to recover.
+        """
         try:
-            if self._file:
+            if self._file and not self._out_of_step:
                 self._finish()
         finally:
-            if self._pool:
-                self._pool.shutdown()
+            self._packer.close()
             if self._file:
                 self._file.close()
                 self._file = None
@@ -213,21 +218,24 @@ class DatasetWriter:
         file, index = self._shard()
         before = file.size
         estimate = self._observe(plan, index)
-        records: list[RunRecord | WindowRecord] = []
-        buffers: list[bytes] = []
-        number = index.run_index((run.info.run, run.info.rank))
-        if number is None:
-            number = len(index.runs)
-            buffers.append(pack_map(fmt.RUN, {"info": pack_info(run.info)}))
-            records.append(RunRecord(before, before + len(buffers[0]), run.info))
         bias = self._bias(plan, estimate, index)
-        at = before + sum(map(len, buffers))
-        frames, window = encode_window(number, first_seq, next_seq, plan, bias, at, self._pool)
-        file.append([*buffers, *frames])
-        # From here on nothing may fail: the file and the index say the same.
-        ended = list(_ended(plan, run))
-        for record in [*records, window]:
-            index.apply(record)
+        records: list[RunRecord | WindowRecord] = []
+        number = index.run_index((run.info.run, run.info.rank))
+        try:
+            with file.transaction() as out:
+                if number is None:
+                    number = len(index.runs)
+                    out.put([pack_map(fmt.RUN, {"info": pack_info(run.info)})])
+                    records.append(RunRecord(before, out.end, run.info))
+                records.append(
+                    write_window(out, number, first_seq, next_seq, plan, bias, self._packer)
+                )
+            ended = list(_ended(plan, run))
+            for record in records:
+                index.apply(record)
+        except BaseException:
+            self._out_of_step = file.size != before
+            raise
         self._estimate = estimate
         result = WindowResult(
             ended,
@@ -273,6 +281,11 @@ class DatasetWriter:
 
     def _shard(self) -> tuple[Appender, ShardIndex]:
         """The shard to write to; a full one is finished first."""
+        if self._out_of_step:
+            raise ShardError(
+                f"{self.directory}: this writer was interrupted in the midst of a window; close "
+                "it and open another, which recovers the shard"
+            )
         if self._file and self._index:
             if self._file.size < self._shard_bytes and self._index.samples < MAX_SHARD_SAMPLES:
                 return self._file, self._index
