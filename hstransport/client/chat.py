@@ -118,8 +118,9 @@ class ChatTokenizer:
         """Where message ``i`` stands in ``text``.
 
         The chat is rendered once more with a mark in the message's place. What the template puts
-        before and after the mark must be what it put around the message; a template that looks into
-        the message (to move its reasoning elsewhere, say) fails this and is refused.
+        before and after the mark must be what it put around the message, and the message must be
+        all that is between (or a part of it, when the template trims). A template that looks into
+        the message, to move its reasoning elsewhere, say, fails this and is refused.
         """
         mark = _MARK
         while mark in text:
@@ -127,7 +128,8 @@ class ChatTokenizer:
         marked = [*messages[:i], {**messages[i], "content": mark}, *messages[i + 1 :]]
         before, found, after = self._render(marked, ask).partition(mark)
         fits = text.startswith(before) and text.endswith(after)
-        if not found or mark in after or not fits or len(before) + len(after) > len(text):
+        said = text[len(before) : len(text) - len(after)]
+        if not found or mark in after or not fits or said not in messages[i]["content"]:
             raise UnusableChat(
                 f"the chat template renders messages[{i}] in a way that depends on its content, so "
                 "its tokens cannot be told apart: give input_ids and loss_mask for this line"

@@ -1,0 +1,152 @@
+"""The command line without a server: help, bad input, exit statuses, one line for each error."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+from rig.stub import StubServer
+
+from hstransport import __version__
+from hstransport.cli import _parser, main
+
+COMMANDS = ["extract", "inspect", "verify", "estimate"]
+
+
+def hstransport(capsys, *args):
+    """(exit status, stdout, stderr)"""
+    try:
+        status = main([str(a) for a in args])
+    except SystemExit as e:
+        status = e.code
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"input_ids": [1, 2, 3], "id": "a"}\n')
+    return path
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_shows_an_example_that_parses(capsys, command):
+    status, out, _ = hstransport(capsys, *filter(None, [command]), "--help")
+    assert status == 0
+    _, _, after = out.partition("example:\n")
+    lines = after.partition("\n\n")[0].replace("\\\n", " ").splitlines()
+    examples = [line.strip() for line in lines if line.strip().startswith("hstransport ")]
+    assert examples
+    for example in examples:
+        words = shlex.split(example, comments=True)[1:]
+        stop = next((i for i, w in enumerate(words) if w in ("|", "&&", "&")), len(words))
+        _parser().parse_args(words[:stop])
+
+
+def test_console_script_and_module_say_the_version():
+    out = subprocess.check_output([sys.executable, "-m", "hstransport.cli", "--version"], text=True)
+    assert out == f"hstransport {__version__}\n"
+
+
+def test_no_command_is_a_usage_error(capsys):
+    status, _, err = hstransport(capsys)
+    assert status == 2
+    assert "COMMAND" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--concurrency", "0"], "'0' is not at least 1"),
+        (["--retries", "-1"], "'-1' is negative"),
+        (["--timeout", "nan"], "'nan' is not a positive number"),
+        (["--max-new-tokens", "x"], "'x' is not a whole number"),
+        (["--server", "ftp://x"], "is not a URL such as"),
+        (["--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE: that environment variable"),
+    ],
+)
+def test_bad_argument_is_named(capsys, tmp_path, prompts, args, words):
+    base = ["--server", "http://127.0.0.1:9", "--prompts", prompts, "--out", tmp_path / "out"]
+    status, out, err = hstransport(capsys, "extract", *base, *args)
+    assert (status, out) == (2, "")
+    assert words in err
+
+
+def test_unreachable_server_is_status_3(capsys, tmp_path, prompts):
+    with StubServer() as stub:
+        url = stub.url
+    status, out, err = hstransport(
+        capsys, "extract", "--server", url, "--prompts", prompts, "--out", tmp_path
+    )
+    assert (status, out) == (3, "")
+    assert err.startswith(f"hstransport: error: {url}/model_info: ")
+    assert err.count("\n") == 1
+
+
+def test_bad_lines_are_listed_before_anything_is_sent(capsys, tmp_path, prompts):
+    prompts.write_text('{"input_ids": [1]}\nrubbish\n{"text": ""}\n')
+    with StubServer() as stub:
+        args = ["extract", "--server", stub.url, "--prompts", prompts, "--out", tmp_path / "out"]
+        status, out, err = hstransport(capsys, *args)
+        assert (status, out, stub.requests) == (2, "", [])
+        assert "line 2: not JSON" in err and "line 3: text is empty" in err
+        # Left out when asked for, and then the exit status still tells.
+        again = hstransport(capsys, *args, "--skip-bad", "--json", "--settle-timeout", "0.2")
+        assert again[0] == 1
+        summary = json.loads(again[1])
+        assert [b["line"] for b in summary["bad_lines"]] == [2, 3]
+        assert len(stub.requests) == 1
+
+
+def test_summary_says_that_no_consumer_writes(capsys, tmp_path, prompts):
+    out_dir = tmp_path / "out"
+    with StubServer() as stub:
+        args = ["--prompts", prompts, "--out", out_dir, "--settle-timeout", "0.2"]
+        status, out, _ = hstransport(capsys, "extract", "--server", stub.url, *args)
+    assert status == 1
+    assert "0 of 1 samples are whole" in out
+    assert "a (line 1): not_stored" in out
+    assert f"no consumer seems to be writing {out_dir}" in out
+    assert not out_dir.exists(), "the directory is the consumer's to make"
+
+
+def test_server_that_fails_every_request_is_status_3(capsys, tmp_path, prompts):
+    with StubServer(lambda n, body: (500, {"error": {"message": "broken"}})) as stub:
+        args = ["--prompts", prompts, "--out", tmp_path / "out", "--retries", "0"]
+        status, out, _ = hstransport(capsys, "extract", "--server", stub.url, *args)
+    assert status == 3
+    assert "the server was lost" in out and "broken" in out
+
+
+def test_messages_need_a_tokenizer_that_the_server_names(capsys, tmp_path, prompts):
+    prompts.write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    with StubServer(info={"model_path": str(tmp_path)}) as stub:
+        args = ["extract", "--server", stub.url, "--prompts", prompts, "--out", tmp_path / "out"]
+        status, _, err = hstransport(capsys, *args)
+    assert status == 2
+    assert str(tmp_path) in err or "hstransport[chat]" in err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_directory_that_is_not_there_is_status_2(capsys, tmp_path, command):
+    status, _, err = hstransport(capsys, command, tmp_path / "nothing")
+    assert status == 2
+    assert err.startswith("hstransport: error: ") and "nothing" in err
+    assert err.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        main(["inspect", str(tmp_path / "nothing"), "--debug"])
+
+
+def test_missing_prompt_file_is_status_2(capsys, tmp_path):
+    with StubServer() as stub:
+        args = ["--prompts", tmp_path / "no.jsonl", "--out", tmp_path / "out"]
+        status, _, err = hstransport(capsys, "extract", "--server", stub.url, *args)
+    assert status == 2
+    assert err == f"hstransport: error: {tmp_path / 'no.jsonl'}: No such file or directory\n"
