@@ -63,7 +63,7 @@ class Subscriber:
         self._socket.disconnect(endpoint)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for a message at most ``timeout_s``; True when one came. Takes all that are there."""
+        """Wait for a message at most ``timeout_s``, take all there are; True when one came."""
         if not self._socket.poll(max(0, int(timeout_s * 1000))):
             return False
         while self.receive() is not None:

@@ -165,7 +165,9 @@ class Exporter:
         if sample.lost:
             return
         with self._lock:
-            self._end(sample, End(sample.sid, reason, tokens, output, sample.dropped, cached, detail))
+            self._end(
+                sample, End(sample.sid, reason, tokens, output, sample.dropped, cached, detail)
+            )
 
     def _end(self, sample: OpenSample, end: End) -> None:
         if not self._emit(end):
@@ -173,7 +175,7 @@ class Exporter:
             self._complain(f"no room even for the end of sample {sample.id!r}")
 
     def close(self) -> None:
-        """End the run: the ring stays for a consumer unless all of it has been freed. Idempotent."""
+        """End the run; the ring stays for a consumer unless all of it is free. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -316,4 +318,3 @@ class Exporter:
             self._ring.capacity_bytes,
             "attached" if self._ring.consumer_attached() else "absent",
         )
-

@@ -281,7 +281,8 @@ def unpack_message(data: bytes) -> Message:
         raise ProtocolError(f"message is not a version {PROTOCOL_VERSION} array of 8 fields")
     if not isinstance(raw[7], bytes):
         raise ProtocolError("message metadata is not bytes")
-    return Message(_text(raw[1]), *(_nat(x) for x in raw[2:7]), raw[7])
+    rank, kind, seq, position, record_bytes = (_nat(x) for x in raw[2:7])
+    return Message(_text(raw[1]), rank, kind, seq, position, record_bytes, raw[7])
 
 
 def check_labels(labels: Any) -> dict[str, Label]:
@@ -293,14 +294,14 @@ def check_labels(labels: Any) -> dict[str, Label]:
             raise ProtocolError(
                 f"label {key!r}: {value!r}: keys are strings, values strings, numbers, booleans"
             )
-    labels = dict(labels)
+    kept: dict[str, Label] = dict(labels)
     try:
-        size = len(msgpack.packb(labels))
+        size = len(msgpack.packb(kept))
     except (OverflowError, ValueError, UnicodeEncodeError) as e:
         raise ProtocolError(f"labels cannot be stored: {e}") from None
     if size > MAX_LABEL_BYTES:
         raise ProtocolError(f"labels take {size} bytes, at most {MAX_LABEL_BYTES} are kept")
-    return labels
+    return kept
 
 
 def check_loss_mask(mask: Any) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ class LayerChoice:
     final: bool
 
     def resolve(self, num_layers: int) -> tuple[int, ...]:
-        """Canonical ids for a model of ``num_layers`` decoder layers, ascending, without repeats."""
+        """Canonical ids for a model of ``num_layers`` decoder layers: ascending, no repeats."""
         extra = (2, num_layers // 2, num_layers - 3) if self.eagle3 else ()
         return tuple(sorted({*self.ids, *extra}))
 

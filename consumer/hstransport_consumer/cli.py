@@ -61,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", required=True, type=Path, help="directory of the shards")
-    parser.add_argument("--session", help="the server's HSTRANSPORT_SESSION (default: the only one)")
+    parser.add_argument(
+        "--session", help="the server's HSTRANSPORT_SESSION (default: the only one)"
+    )
     parser.add_argument(
         "--dir",
         type=Path,

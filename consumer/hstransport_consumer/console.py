@@ -19,7 +19,7 @@ _LOG_EVERY_S = 10.0
 
 
 class Status:
-    """Shows totals and the rings' fill: live on a terminal, else a log line every 10 s on change."""
+    """Shows totals and the rings' fill: live on a terminal, else a log line every 10 s."""
 
     def __init__(self, console: Console) -> None:
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None

@@ -195,4 +195,3 @@ class Packer:
             f", {len(ended)} samples unfinished" if ended else "",
             ", ring removed" if removed else "",
         )
-

@@ -389,4 +389,3 @@ class Consumer:
                 f"session {info.session!r} has a run with layers {theirs.layer_names}, hidden "
                 f"{theirs.hidden} beside one with {mine.layer_names}, hidden {mine.hidden}"
             )
-

@@ -180,7 +180,6 @@ class Streams:
         if self.session is None:
             names = find_sessions(self.root)
             if len(names) > 1:
-
                 raise ConfigError(
                     f"{self.root} holds the sessions {', '.join(names)}: name one with --session"
                 )
@@ -188,5 +187,3 @@ class Streams:
                 return []
             self.session = names[0]
         return find_rings(self.root, self.session)
-
-

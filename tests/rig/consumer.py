@@ -79,7 +79,9 @@ class ConsumerProcess:
                 break
             time.sleep(0.1)
         missing = sorted(wanted - set(found))
-        raise AssertionError(f"samples {missing[:10]} never came; consumer:\n{self.log_text()[-4000:]}")
+        raise AssertionError(
+            f"samples {missing[:10]} never came; consumer:\n{self.log_text()[-4000:]}"
+        )
 
 
 def all_samples(out: Path, states: Sequence[str] | None = None) -> ShardDataset:

@@ -1,0 +1,213 @@
+"""The tap: follows the requests of one rank and hands their rows to the exporter.
+
+It knows nothing of SGLang: requests come as the :class:`Request` that the plugin makes of them,
+forward passes as a :class:`Pass`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from .capture import plane, split_packed
+from .errors import CaptureError, ProtocolError
+from .exporter import Exporter, OpenSample, RowSpan
+from .protocol import (
+    ABORTED,
+    Label,
+    SessionInfo,
+    TokenIds,
+    check_labels,
+    check_loss_mask,
+    fit_id,
+)
+
+logger = logging.getLogger(__name__)
+
+ID_TAG, LABELS_TAG, MASK_TAG = "hstransport_id", "hstransport_labels", "hstransport_loss_mask"
+"""Keys of ``sampling_params.custom_params`` by which a caller names and labels its sample."""
+
+
+class Request(Protocol):
+    """One request of the server, read when it is needed."""
+
+    @property
+    def rid(self) -> str: ...
+    @property
+    def probe(self) -> bool: ...
+    @property
+    def prompt(self) -> TokenIds: ...
+    @property
+    def output(self) -> TokenIds: ...
+    @property
+    def tags(self) -> dict[str, Any]: ...
+    @property
+    def over(self) -> bool: ...
+    def reason(self) -> tuple[str, str]: ...
+
+
+class Pass(NamedTuple):
+    """A forward pass: for each request of the batch, in the order of its rows."""
+
+    positions: list[int] | None
+    """Token position of the request's first row; None when the server keeps it on the device."""
+    counts: list[int]
+    """How many rows it computes."""
+
+
+@dataclass
+class _Followed:
+    """A request seen in a forward pass."""
+
+    request: Request
+    sample: OpenSample | None
+    """None for a request that is not to be captured."""
+    prompt_tokens: int
+    first_position: int
+    """Where its first computed row lay: tokens before it came out of the radix cache."""
+    next_position: int
+
+
+class Tap:
+    """``adapt`` makes a :class:`Request` of the server's own request object."""
+
+    def __init__(
+        self,
+        info: SessionInfo,
+        exporter: Exporter,
+        adapt: Callable[[Any], Request],
+        *,
+        tagged_only: bool,
+    ) -> None:
+        self.all_rows = info.rows == "all"
+        self._info = info
+        self._exporter: Exporter | None = exporter
+        self._adapt = adapt
+        self._tagged_only = tagged_only
+        self._followed: dict[str, _Followed] = {}
+
+    def guarded(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Run a step of capture; an error ends capture, never serving."""
+        if self._exporter is None:
+            return None
+        try:
+            return step(*args)
+        except Exception as e:
+            logger.exception("hstransport: capture stopped, serving goes on: %s", e)
+            self._stop(f"capture stopped: {e}"[:1000])
+            return None
+
+    def plan(self, batch: Sequence[tuple[str, Any]], step: Pass) -> list[RowSpan]:
+        """Which rows of the coming pass belong to which sample. ``batch``: (rid, request)."""
+        spans = []
+        row = 0
+        for i, (rid, raw) in enumerate(batch):
+            count = step.counts[i]
+            followed = self._followed.get(rid)
+            position = None if step.positions is None else step.positions[i]
+            if followed is None:
+                followed = self._follow(rid, raw, position)
+            if followed is not None and followed.sample is not None:
+                at = followed.next_position if position is None else position
+                followed.next_position = at + count
+                keep = count if self.all_rows else min(count, followed.prompt_tokens - at)
+                if keep > 0:
+                    spans.append(RowSpan(followed.sample, at, row, keep))
+            row += count
+        return spans
+
+    def take(self, spans: Sequence[RowSpan], states: tuple[Any, Any] | None) -> None:
+        """Copy the planned rows out of ``states``: (final, captured layers).
+
+        final: ``[tokens, hidden]``. Captured layers: a list of such arrays, or one packed
+        ``[tokens, layers * hidden]``. All may be padded at their end.
+        """
+        assert self._exporter is not None
+        if states is None:
+            raise CaptureError("the forward pass did not come through LogitsProcessor.forward")
+        final, captured = states
+        hidden, layers = self._info.hidden, self._info.layers
+        arrays: list[Any] = []
+        if layers:
+            if captured is None:
+                raise CaptureError("the model handed no captured layers to LogitsProcessor.forward")
+            packed = hasattr(captured, "ndim")
+            arrays = split_packed(captured, len(layers), hidden) if packed else list(captured)
+        if len(arrays) != len(layers):
+            raise CaptureError(f"the model captured {len(arrays)} layers, {len(layers)} were asked")
+        if self._info.final:
+            arrays.append(final)
+        planes = [plane(a, hidden) for a in arrays]
+        rows = spans[-1].row + spans[-1].rows
+        for p in planes:
+            if p.rows < rows:
+                raise CaptureError(f"a plane has {p.rows} rows, the batch has {rows}")
+            if p.device != "cpu":
+                raise CaptureError(f"states lie on {p.device}: this release copies from cpu only")
+        self._exporter.rows(spans, planes)
+
+    def sweep(self, gone: Collection[str] = ()) -> None:
+        """End the samples of requests that are over; those of ``gone`` ended without a trace."""
+        over = [rid for rid, f in self._followed.items() if f.request.over or rid in gone]
+        for rid in over:
+            f = self._followed.pop(rid)
+            self._end(f, *f.request.reason())
+
+    def _follow(self, rid: str, raw: Any, position: int | None) -> _Followed | None:
+        """The request's entry, made on its first pass; None for one that is already over."""
+        request = self._adapt(raw)
+        if request.over:
+            return None  # the overlap scheduler runs one more pass for a request that just ended
+        if position is None:
+            raise CaptureError(f"the first pass of request {rid} is a decode at unknown position")
+        prompt = request.prompt
+        followed = _Followed(
+            request, self._start(request, prompt), len(prompt), position, next_position=position
+        )
+        self._followed[rid] = followed
+        return followed
+
+    def _start(self, request: Request, prompt: TokenIds) -> OpenSample | None:
+        assert self._exporter is not None
+        tags = request.tags
+        sample_id = tags.get(ID_TAG)
+        if request.probe or (self._tagged_only and sample_id is None):
+            return None
+        labels, mask = _tagged(tags)
+        rid = fit_id(request.rid)
+        return self._exporter.start(
+            fit_id(sample_id) if isinstance(sample_id, str) and sample_id else rid,
+            rid,
+            prompt,
+            labels,
+            mask,
+        )
+
+    def _end(self, f: _Followed, reason: str, detail: str) -> None:
+        assert self._exporter is not None
+        if f.sample is None:
+            return
+        output = f.request.output
+        # The last generated token was sampled but never an input, so it has no state.
+        tokens = f.prompt_tokens + (max(len(output) - 1, 0) if self.all_rows else 0)
+        self._exporter.end(f.sample, reason, tokens, output, cached=f.first_position, detail=detail)
+
+    def _stop(self, why: str) -> None:
+        for f in self._followed.values():
+            self._end(f, ABORTED, why)
+        self._followed.clear()
+        exporter, self._exporter = self._exporter, None
+        assert exporter is not None
+        exporter.close()
+
+
+def _tagged(tags: dict[str, Any]) -> tuple[dict[str, Label], tuple[int, ...] | None]:
+    """Labels and loss mask that the caller sent; bad ones become a label that says so."""
+    try:
+        labels = check_labels(tags.get(LABELS_TAG) or {})
+        mask = tags.get(MASK_TAG)
+        return labels, None if mask is None else check_loss_mask(mask)
+    except ProtocolError as e:
+        return {"hstransport_error": str(e)[:500]}, None
