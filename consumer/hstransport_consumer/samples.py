@@ -288,6 +288,7 @@ class Consumer:
         self._assemblers: dict[RingStream, _Assembler] = {}
         self._ready: deque[LiveSample] = deque()
         self._info: SessionInfo | None = None
+        self._current: LiveSample | None = None
         self.skipped: dict[str, int] = {}
         """Samples not yielded, by state."""
 
@@ -341,6 +342,7 @@ class Consumer:
 
     def __iter__(self) -> Iterator[LiveSample]:
         for sample in self._all():
+            self._current = sample
             try:
                 if self._states is None or sample.state in self._states:
                     yield sample
@@ -350,7 +352,9 @@ class Consumer:
                 sample.release()
 
     def close(self) -> None:
-        """Let go of the rings. Records not yet yielded stay for the next consumer."""
+        """Let go of the rings. Samples not yet yielded stay for the next consumer."""
+        if self._current is not None:
+            self._current.release()  # a loop that was left with its last sample in hand
         self._assemblers.clear()
         self._streams.close()
 
