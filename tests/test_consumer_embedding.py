@@ -7,55 +7,11 @@ import time
 
 import numpy as np
 import pytest
-
-from hstransport.capture import plane
-from hstransport.errors import DatasetMismatchError, LeaseError, RingBusyError
-from hstransport.exporter import Exporter, RowSpan
-from hstransport.protocol import ABORTED, FINISHED, SessionInfo, pack_info
-from hstransport.ring import RingWriter
-from hstransport.session import ring_path
 from hstransport_consumer import Consumer
+from rig.producer import HIDDEN, Producer, tokens
 
-HIDDEN = 64
-
-
-def tokens(n, start=0):
-    return np.arange(start, start + n, dtype=np.int32)
-
-
-class Producer:
-    """What the plugin drives, driven by hand."""
-
-    def __init__(self, root, *, session="s", run="ab" * 6, rank=0, ring_bytes=1 << 20, **info):
-        info = {"layers": (2, 3), "final": True, "hidden": HIDDEN, "rows": "all", **info}
-        self.info = SessionInfo(
-            run, session, "model", "0", num_layers=6, rank=rank, producer="test", **info
-        )
-        self.ring = RingWriter.create(
-            ring_path(root, session, run, rank).path, ring_bytes, pack_info(self.info)
-        )
-        self.exporter = Exporter(self.ring, None, self.info, policy="drop")
-        self.rng = np.random.default_rng(0)
-
-    def rows(self, *spans):
-        """Random states for ``(sample, position, rows)``; returns ``[planes, rows, hidden]``."""
-        count = sum(n for _, _, n in spans)
-        states = self.rng.integers(0, 1 << 16, (self.info.planes, count, HIDDEN), np.uint16)
-        placed, row = [], 0
-        for sample, position, n in spans:
-            placed.append(RowSpan(sample, position, row, n))
-            row += n
-        self.exporter.rows(placed, [plane(p, HIDDEN) for p in states])
-        return states
-
-    def sample(self, name, n):
-        sample = self.exporter.start(name, f"r-{name}", tokens(n), {"name": name}, (1, n - 1))
-        states = self.rows((sample, 0, n))
-        self.exporter.end(sample, FINISHED, n, tokens(1, 99))
-        return states
-
-    def close(self):
-        self.exporter.close()
+from hstransport.errors import DatasetMismatchError, LeaseError, RingBusyError
+from hstransport.protocol import ABORTED, FINISHED
 
 
 @pytest.fixture
@@ -144,9 +100,7 @@ def test_rows_that_come_twice_or_past_the_end_are_kept_once(producer, ring_dir):
     producer.close()
     with attach(ring_dir) as samples:
         (states,) = [s.copy().hidden_states for s in samples]
-    assert np.array_equal(
-        states, np.concatenate([first, third[:, 1:2]], axis=1).transpose(1, 0, 2)
-    )
+    assert np.array_equal(states, np.concatenate([first, third[:, 1:2]], axis=1).transpose(1, 0, 2))
 
 
 def test_only_whole_samples_are_yielded_unless_asked(producer, ring_dir):
@@ -212,9 +166,8 @@ def test_memory_bound_costs_the_largest_sample_and_says_so(producer, ring_dir):
 
 
 def test_second_consumer_is_refused_and_absent_session_times_out(producer, ring_dir):
-    with attach(ring_dir):
-        with pytest.raises(TimeoutError, match="another consumer is attached"):
-            Consumer.attach("s", root=ring_dir, wait_s=0.1)
+    with attach(ring_dir), pytest.raises(TimeoutError, match="another consumer is attached"):
+        Consumer.attach("s", root=ring_dir, wait_s=0.1)
     with pytest.raises(TimeoutError, match="HSTRANSPORT=1"):
         Consumer.attach("other", root=ring_dir, wait_s=0.1)
     assert issubclass(RingBusyError, Exception)

@@ -151,6 +151,7 @@ class Packer:
         """Read records into the window until it is full or none is left."""
         stream = window.stream
         stored = self._writer.next_seq(stream.info.run, stream.info.rank)
+        malformed, torn = stream.counters.malformed, stream.counters.torn
         read = False
         while window.bytes < window.limit:
             received = stream.read()
@@ -162,8 +163,8 @@ class Packer:
                 received.record.release()
                 continue
             window.add(received)
-        self.totals.malformed = sum(s.counters.malformed for s in self._streams.live)
-        self.totals.torn = sum(s.counters.torn for s in self._streams.live)
+        self.totals.malformed += stream.counters.malformed - malformed
+        self.totals.torn += stream.counters.torn - torn
         return read
 
     def _pack(self, window: _Window) -> None:

@@ -1,0 +1,79 @@
+"""What the plugin drives, driven by hand: a ring, an exporter and states of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hstransport.capture import plane
+from hstransport.channel import Publisher
+from hstransport.exporter import Exporter, OpenSample, RowSpan
+from hstransport.protocol import FINISHED, SessionInfo, pack_info
+from hstransport.ring import RingWriter
+from hstransport.session import ring_path
+
+HIDDEN = 64
+Bits = npt.NDArray[np.uint16]
+
+
+def tokens(n: int, start: int = 0) -> npt.NDArray[np.int32]:
+    return np.arange(start, start + n, dtype=np.int32)
+
+
+class Producer:
+    """The server's side without a server; ``publish`` adds the PUB socket."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        session: str = "s",
+        run: str = "ab" * 6,
+        rank: int = 0,
+        ring_bytes: int = 1 << 20,
+        policy: str = "drop",
+        block_s: float = 1.0,
+        publish: bool = False,
+        **info: Any,
+    ) -> None:
+        info = {"layers": (2, 3), "final": True, "hidden": HIDDEN, "rows": "all", **info}
+        self.info = SessionInfo(
+            run, session, "model", "0", num_layers=6, rank=rank, producer="test", **info
+        )
+        self.place = ring_path(root, session, run, rank)
+        self.ring = RingWriter.create(self.place.path, ring_bytes, pack_info(self.info))
+        publisher = Publisher(self.place.endpoint) if publish else None
+        self.exporter = Exporter(self.ring, publisher, self.info, policy=policy, block_s=block_s)
+        self._rng = np.random.default_rng(0)
+
+    def states(self, count: int) -> Bits:
+        """Random finite states ``[planes, count, hidden]``."""
+        floats = self._rng.standard_normal((self.info.planes, count, self.info.hidden), np.float32)
+        return (floats.view(np.uint32) >> 16).astype(np.uint16)
+
+    def rows(self, *spans: tuple[OpenSample, int, int], states: Bits | None = None) -> Bits:
+        """One pass: ``(sample, position, rows)`` each; returns ``[planes, rows, hidden]``."""
+        if states is None:
+            states = self.states(sum(n for _, _, n in spans))
+        placed, row = [], 0
+        for sample, position, n in spans:
+            placed.append(RowSpan(sample, position, row, n))
+            row += n
+        self.exporter.rows(placed, [plane(p, self.info.hidden) for p in states])
+        return states
+
+    def start(self, name: str, n: int) -> OpenSample:
+        return self.exporter.start(name, f"r-{name}", tokens(n), {"name": name}, (1, n - 1))
+
+    def sample(self, name: str, n: int) -> Bits:
+        """A whole sample of ``n`` prompt tokens in one pass; returns its states."""
+        sample = self.start(name, n)
+        states = self.rows((sample, 0, n))
+        self.exporter.end(sample, FINISHED, n, tokens(1, 99))
+        return states
+
+    def close(self) -> None:
+        self.exporter.close()

@@ -1,0 +1,243 @@
+"""The producer against a real ring: order, splitting, and what a full ring costs."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from rig.producer import HIDDEN, Producer, tokens
+
+from hstransport import exporter as exporter_module
+from hstransport.capture import plane, split_packed
+from hstransport.channel import Subscriber
+from hstransport.errors import CaptureError, ConfigError
+from hstransport.exporter import RowSpan
+from hstransport.protocol import END, FINISHED, ROWS, START, unpack_event
+from hstransport.ring import RingReader
+
+ROW_BYTES = 3 * HIDDEN * 2
+
+
+def take(reader, *, release=True):
+    """All committed records as (kind, event, states)."""
+    got = []
+    while (record := reader.read()) is not None:
+        event = unpack_event(record.kind, record.meta)
+        states = None
+        if record.kind == ROWS:
+            states = record.payload.view(np.uint16).reshape(3, event.rows, HIDDEN).copy()
+        got.append((record.kind, event, states))
+        if release:
+            record.release()
+    return got
+
+
+@pytest.fixture
+def make(ring_dir):
+    made = []
+
+    def one(**options):
+        made.append(Producer(ring_dir, **options))
+        return made[-1], RingReader.attach(made[-1].place.path)
+
+    yield one
+    for producer in made:
+        producer.close()
+
+
+def test_a_sample_is_start_rows_end_in_order(make):
+    producer, reader = make()
+    states = producer.sample("a", 5)
+    (k1, start, _), (k2, rows, stored), (k3, end, _) = take(reader)
+    assert (k1, k2, k3) == (START, ROWS, END)
+    assert (start.id, start.rid, start.prompt.tolist()) == ("a", "r-a", list(range(5)))
+    assert start.labels == {"name": "a"}
+    assert rows.segments == ((0, 0, 5),)
+    assert np.array_equal(stored, states)
+    assert (end.reason, end.tokens, end.dropped) == (FINISHED, 5, 0)
+
+
+def test_only_the_planned_rows_are_gathered(make):
+    producer, reader = make()
+    a, b = producer.start("a", 4), producer.start("b", 9)
+    states = producer.states(20)
+    producer.exporter.rows(
+        [RowSpan(a, 0, 2, 3), RowSpan(b, 7, 11, 2)], [plane(p, HIDDEN) for p in states]
+    )
+    (_, rows, stored) = take(reader)[-1]
+    assert rows.segments == ((0, 0, 3), (1, 7, 2))
+    assert np.array_equal(stored, states[:, [2, 3, 4, 11, 12]])
+
+
+def test_packed_layers_and_padded_planes_are_read_in_place(make):
+    producer, reader = make()
+    a = producer.start("a", 4)
+    packed = producer.states(6)[0].repeat(2, axis=1)  # [6, 2 * hidden]
+    final = producer.states(8)[0]
+    arrays = [*split_packed(packed, 2, HIDDEN), final]
+    producer.exporter.rows([RowSpan(a, 0, 1, 4)], [plane(p, HIDDEN) for p in arrays])
+    (_, _, stored) = take(reader)[-1]
+    assert np.array_equal(stored[0], packed[1:5, :HIDDEN])
+    assert np.array_equal(stored[1], packed[1:5, HIDDEN:])
+    assert np.array_equal(stored[2], final[1:5])
+
+
+def test_a_large_pass_is_split_into_records_that_fit(make):
+    producer, reader = make(ring_bytes=1 << 20)
+    a = producer.start("a", 1500)
+    states = producer.states(1500)
+    feed = threading.Thread(target=lambda: producer.rows((a, 0, 1500), states=states))
+    got = take(reader)
+    feed.start()
+    deadline = time.monotonic() + 10
+    while feed.is_alive() and time.monotonic() < deadline:
+        got += take(reader)
+    feed.join(1)
+    got += take(reader)
+    parts = [(e, s) for k, e, s in got if k == ROWS]
+    assert len(parts) >= 2
+    position = 0
+    for rows, stored in parts:
+        for _, at, n in rows.segments:
+            assert at == position
+            assert np.array_equal(stored, states[:, at : at + n])
+            position += n
+    assert position == 1500
+
+
+@pytest.mark.parametrize(("policy", "block_s", "waits"), [("drop", 9, 0), ("block", 0.2, 1)])
+def test_full_ring_drops_and_marks_samples_after_at_most_one_wait(make, policy, block_s, waits):
+    producer, reader = make(policy=policy, block_s=block_s)
+    started = time.monotonic()
+    for i in range(60):
+        producer.sample(f"s{i}", 100)
+    counters = producer.ring.counters
+    assert counters.dropped_records > 0
+    assert (counters.stall_ns > 0) == bool(waits)
+    # One expired wait, not one for each of the dozens of records that found no room.
+    assert time.monotonic() - started < 10 * block_s
+    ends = {}
+    deadline = time.monotonic() + 10
+    while len(ends) < 60 and time.monotonic() < deadline:
+        ends |= {e.sid: e for k, e, _ in take(reader) if k == END}
+    assert len(ends) == 60, "every sample is named"
+    dropped = [sid for sid, e in ends.items() if e.dropped]
+    assert dropped
+    assert dropped == list(range(dropped[0], 60))
+    assert all(ends[sid].dropped == 100 for sid in dropped)
+
+
+def test_blocked_writer_goes_on_when_the_consumer_frees(make):
+    producer, reader = make(policy="block", block_s=30)
+    done = threading.Event()
+
+    def fill():
+        for i in range(40):
+            producer.sample(f"s{i}", 100)
+        done.set()
+
+    threading.Thread(target=fill, daemon=True).start()
+    time.sleep(0.2)
+    assert not done.is_set()
+    got = []
+    while not done.is_set():
+        got += take(reader)
+    got += take(reader)
+    assert producer.ring.counters.dropped_records == 0
+    assert sum(e.rows for k, e, _ in got if k == ROWS) == 4000
+
+
+def test_rows_of_a_sample_that_lost_some_are_not_sent_any_more(make):
+    producer, reader = make()
+    a = producer.start("a", 4000)
+    for position in range(0, 4000, 100):
+        producer.rows((a, position, 100))
+    take(reader)
+    before = producer.ring.counters.records
+    producer.rows((a, 4000, 100))
+    assert producer.ring.counters.records == before
+    b = producer.start("b", 10)
+    producer.rows((a, 4100, 5), (b, 0, 10))
+    kind, rows, _ = take(reader)[-1]
+    assert (kind, rows.segments) == (ROWS, ((1, 0, 10),))
+
+
+def test_events_leave_an_idle_server_when_there_is_room_again(make):
+    """Without another request the helper thread puts the waiting START and END in."""
+    producer, reader = make()
+    for i in range(2000):
+        producer.sample(f"s{i}", 1)  # fills even the part that is kept for events
+    assert producer.exporter.samples_lost == 0
+    ends = []
+    deadline = time.monotonic() + 10
+    while len(ends) < 2000 and time.monotonic() < deadline:
+        ends += [e for k, e, _ in take(reader) if k == END]
+        time.sleep(0.01)
+    assert [e.sid for e in ends] == list(range(2000))
+
+
+def test_samples_beyond_the_queue_are_counted_as_lost(make, monkeypatch):
+    monkeypatch.setattr(exporter_module, "MAX_PENDING_BYTES", 10_000)
+    producer, _ = make()
+    for i in range(4000):
+        producer.sample(f"s{i}", 1)
+    assert producer.exporter.samples_lost > 0
+
+
+def test_each_record_is_told_with_its_place(make):
+    producer, reader = make(publish=True)
+    subscriber = Subscriber()
+    subscriber.connect(producer.place.endpoint)
+    time.sleep(0.3)  # PUB drops what is sent before the subscription has arrived
+    producer.sample("a", 5)
+    told = []
+    deadline = time.monotonic() + 5
+    while len(told) < 3 and time.monotonic() < deadline:
+        message = subscriber.receive()
+        if message is not None:
+            told.append(message)
+    records = [reader.read() for _ in range(3)]
+    assert [(m.seq, m.position, m.kind, m.meta) for m in told] == [
+        (r.seq, r.position, r.kind, r.meta) for r in records
+    ]
+    assert {(m.run, m.rank) for m in told} == {("ab" * 6, 0)}
+    subscriber.close()
+
+
+def test_ring_too_small_for_one_token_is_refused(ring_dir):
+    with pytest.raises(ConfigError, match="HSTRANSPORT_RING_BYTES"):
+        Producer(ring_dir, ring_bytes=1 << 16, hidden=8192)
+
+
+@pytest.mark.parametrize(
+    ("array", "told"),
+    [
+        (np.zeros((4, HIDDEN), np.float32), "--dtype bfloat16"),
+        (np.zeros((4, 32), np.uint16), "shape"),
+        (np.zeros((4, HIDDEN, 1), np.uint16), "shape"),
+        (np.zeros((HIDDEN, 4), np.uint16).T, "contiguous"),
+        (np.zeros((4, 2 * HIDDEN), np.uint16)[:, ::2], "contiguous"),
+    ],
+)
+def test_gate_refuses_what_is_no_plane_of_states(array, told):
+    with pytest.raises(CaptureError, match=told):
+        plane(array, HIDDEN)
+
+
+def test_gate_takes_torch_tensors_without_copying():
+    torch = pytest.importorskip("torch", reason="the gate takes torch tensors where torch is")
+    tensor = torch.randn(6, 3 * HIDDEN).to(torch.bfloat16)
+    got = plane(tensor[2:, HIDDEN : 2 * HIDDEN], HIDDEN)
+    assert got.address == tensor.data_ptr() + 2 * (2 * 3 * HIDDEN + HIDDEN)
+    assert (got.rows, got.row_bytes, got.stride_bytes) == (4, 2 * HIDDEN, 6 * HIDDEN)
+    with pytest.raises(CaptureError, match="float32"):
+        plane(tensor.float(), 3 * HIDDEN)
+
+
+def test_close_is_idempotent_and_leaves_what_is_unread(make):
+    producer, reader = make()
+    producer.exporter.start("a", "r", tokens(3))
+    producer.close()
+    producer.close()
+    assert producer.place.path.exists()
+    assert len(take(reader)) == 1
