@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shard-size", default="4GiB", help="begin a new shard beyond this (default: %(default)s)"
     )
-    parser.add_argument("--threads", type=int, default=1, help="packing threads (default: 1)")
+    parser.add_argument("--threads", type=_positive, default=1, help="packing threads (default: 1)")
     parser.add_argument(
         "--durability",
         choices=("process", "machine"),
@@ -93,6 +93,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--verbose", action="store_true", help="debug lines and tracebacks")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+_positive.__name__ = "positive number"  # argparse names it in its message
 
 
 class _Stop:
