@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from rig import build_env, server
@@ -89,3 +93,22 @@ def test_smollm2_is_the_real_model(servers):
         text="The capital of France is", sampling_params={"temperature": 0, "max_new_tokens": 4}
     )
     assert "Paris" in answer["text"]
+
+
+@pytest.mark.sglang
+def test_killed_test_run_leaves_no_server(model_dir):
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from rig.server import SGLangServer\n"
+        "s = SGLangServer(sys.argv[2]); s.start(); print(s.pid(), flush=True); input()\n"
+    )
+    command = [sys.executable, "-c", script, str(Path(__file__).parent), str(model_dir("llama"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        leader = int(run.stdout.readline())
+        assert server._group(leader)
+        run.kill()
+    deadline = time.monotonic() + 10
+    while server._group(leader) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert server._group(leader) == []

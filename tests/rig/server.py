@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -34,7 +35,9 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }
-START_TIMEOUT_S = 180.0
+_libc = ctypes.CDLL(None)  # before any fork
+
+START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
 
 
@@ -46,7 +49,8 @@ class SGLangServer:
     """A server in a process group of its own, on a free loopback port.
 
     ``plugin="off"`` keeps hstransport's plugin from being loaded at all, as if it were not
-    installed. ``env`` is added to the environment; a value of None removes a variable.
+    installed. ``env`` is added to the environment; a value of None removes a variable. The server
+    ends when the thread that started it does.
     """
 
     def __init__(
@@ -102,7 +106,12 @@ class SGLangServer:
             self._log = Path(name)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, env=self._env, stdout=log, stderr=log, start_new_session=True
+                self._command,
+                env=self._env,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
             )
         atexit.register(self.stop)
         try:
@@ -170,6 +179,11 @@ class SGLangServer:
     def _words(self, what: str) -> str:
         tail = "\n".join(self.log_text().splitlines()[-40:])
         return f"SGLang: {what}: {' '.join(self._command)}\n{tail}"
+
+
+def _die_with_parent() -> None:
+    """A test run that is killed leaves no server: SGLang's own children do the same."""
+    _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _environment(tp: int, plugin: str, extra: Mapping[str, str | None]) -> dict[str, str]:
