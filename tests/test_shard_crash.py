@@ -156,6 +156,22 @@ def test_a_file_cut_anywhere_goes_on_at_its_last_whole_window(
         shutil.rmtree(directory)
 
 
+def test_what_is_cut_is_gone(written: tuple[Script, Path], died: Copy) -> None:
+    """Nothing that follows may be taken for a window later, when less is written after it."""
+    _, original = written
+    (partial,) = original.glob("*.partial")
+    data = partial.read_bytes()
+    (first, second) = [at for kind, at, _ in split_frames(data) if kind == b"HSwn"][:2]
+    directory = died()
+    bent = bytearray(data)
+    bent[first + 20 : second] = bytes(second - first - 20)
+    (directory / partial.name).write_bytes(bent)
+    writer = DatasetWriter(directory)
+    assert (directory / partial.name).stat().st_size == first
+    writer.close()
+    assert verify(directory).ok and open_shards(directory, states=None)
+
+
 def test_seq_tells_which_windows_a_cut_file_holds(written: tuple[Script, Path], died: Copy) -> None:
     script, original = written
     (partial,) = original.glob("*.partial")
@@ -308,7 +324,7 @@ def small_disk(kind: str, tmp_path: Path) -> Iterator[Path]:
         try:
             yield path
         finally:
-            subprocess.run(["umount", str(path)], check=True)
+            subprocess.run(["umount", "-l", str(path)], check=True)
     else:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
