@@ -123,7 +123,8 @@ def test_any_interleaving_comes_back(
                 writer.begin_run(script.info)
                 assert writer.next_seq(script.info.run, 0) == done
                 for n in [*windows, 10**6]:
-                    first = max(done - 1, 0)  # one record again, as a ring would repeat it
+                    # Some records again, as a ring would repeat them.
+                    first = max(done - data.draw(st.integers(0, 6)), 0)
                     last = min(first + n, stop) - 1
                     if last >= done:
                         script.write_window(writer, first, last)
@@ -316,6 +317,24 @@ def test_a_dataset_is_pickled_by_its_path(tmp_path: Path) -> None:
     assert again.layers == ("final", 1)
     np.testing.assert_array_equal(again[0].hidden_states, script.samples[1].states()[:, [2, 0]])
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(dataset[0])).read(), again[0].read())
+
+
+def test_a_window_that_repeats_some_records_stores_the_new_ones(tmp_path: Path) -> None:
+    script = Script(make_info())
+    script.whole(1, 10)
+    script.whole(2, 10)
+    with DatasetWriter(tmp_path) as writer:
+        writer.begin_run(script.info)
+        script.write_window(writer, 0, 2)
+        result = script.write_window(writer, 0, 5)
+        assert (result.repeated, result.anomalies, result.duplicate_rows) == (3, 0, 0)
+        assert [e.id for e in result.ended] == ["sample-2"]
+        assert not writer.open_runs()
+        events = script.records[3:]
+        with pytest.raises(ValueError, match="one for each is needed"):
+            writer.write_window(script.info.run, 0, 4, 7, events)
+    check(open_shards(tmp_path, states=None), script.samples.values())
+    assert open_shards(tmp_path, states=None).shards[0].tables.samples == 2
 
 
 def test_an_empty_writer_leaves_no_shard(tmp_path: Path) -> None:
