@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hstransport_consumer.writer import DatasetWriter, Ended, WindowResult
+from hstransport_consumer.results import Ended, WindowResult
+from hstransport_consumer.writer import DatasetWriter
 
 from hstransport.protocol import End, Event, Rows, Segment, SessionInfo, Start
 

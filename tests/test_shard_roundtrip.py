@@ -337,6 +337,21 @@ def test_a_window_that_repeats_some_records_stores_the_new_ones(tmp_path: Path) 
     assert open_shards(tmp_path, states=None).shards[0].tables.samples == 2
 
 
+def test_a_shard_whose_index_is_full_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hstransport_consumer.writer.FULL_INDEX_BYTES", 200)
+    script = Script(make_info())
+    for sid in range(6):
+        script.whole(sid, 2)
+    with DatasetWriter(tmp_path) as writer:
+        writer.begin_run(script.info)
+        for first in range(0, 18, 3):
+            script.write_window(writer, first, first + 2)
+    assert len(open_shards(tmp_path).shards) > 1
+    check(open_shards(tmp_path), script.samples.values())
+
+
 def test_an_empty_writer_leaves_no_shard(tmp_path: Path) -> None:
     with DatasetWriter(tmp_path) as writer:
         writer.begin_run(make_info())

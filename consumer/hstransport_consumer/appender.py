@@ -88,10 +88,10 @@ class Appender:
         self.append(tail)
         try:
             os.fsync(self._fd)
+            self.path.rename(path)
         except OSError:
             self.cut(before)
             raise
-        self.path.rename(path)
         directory.sync(path.parent)
         self.close()
 

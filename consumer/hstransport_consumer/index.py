@@ -225,8 +225,9 @@ class ShardIndex:
         return ref
 
     @property
-    def samples(self) -> int:
-        return len(self._columns["sample.tokens"])
+    def bytes(self) -> int:
+        """Size of the columns."""
+        return len(self._ids) + sum(len(c) * c.itemsize for c in self._columns.values())
 
     def tables(self) -> Tables:
         """A copy of the columns as they are now."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -27,40 +26,12 @@ from .index import RunRecord, RunState, ShardIndex, WindowRecord
 from .plan import Entry, Touched, WindowPlan, plan_window
 from .progress import pack_progress
 from .recover import look, reopen
+from .results import Ended, WindowResult
 from .states import State
 
 UNFINISHED_REASON = "unfinished"
-MAX_SHARD_SAMPLES = 8 << 20
-"""A shard is closed at so many samples, so that its footer stays within its limit."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A sample that ended in a window."""
-
-    id: str
-    state: str
-    tokens: int
-    """Rows that it should have; see ``State`` for whether it does."""
-    reason: str
-
-
-@dataclass(frozen=True)
-class WindowResult:
-    """What became of a window."""
-
-    ended: list[Ended] = field(default_factory=list)
-    rows: int = 0
-    """Rows that were stored."""
-    raw_bytes: int = 0
-    """Size of those rows as bf16."""
-    stored_bytes: int = 0
-    """What the shard grew by."""
-    repeated: int = 0
-    """Records that had been written before, and were dropped."""
-    duplicate_rows: int = 0
-    orphan_rows: int = 0
-    anomalies: int = 0
+FULL_INDEX_BYTES = fmt.MAX_INDEX_BYTES // 4
+"""A shard is finished when its index has so many bytes, however small its samples are."""
 
 
 def new_uid() -> bytes:
@@ -287,7 +258,7 @@ class DatasetWriter:
                 "it and open another, which recovers the shard"
             )
         if self._file and self._index:
-            if self._file.size < self._shard_bytes and self._index.samples < MAX_SHARD_SAMPLES:
+            if self._file.size < self._shard_bytes and self._index.bytes < FULL_INDEX_BYTES:
                 return self._file, self._index
             self._finish()
         assert self._meta is not None
