@@ -79,6 +79,7 @@ class Bench:
         self._profile = rings / "profile.json"
         self._rings = rings
         self._turn = 0
+        self._folder = folder
         self.out = folder / "shards"
         stage = partial(Stage, model=model, folder=folder, concurrency=concurrency)
         self.plain = stage("plain")
@@ -109,7 +110,7 @@ class Bench:
         with ThreadPoolExecutor(3 if smoke else 2) as pool:
             list(pool.map(Stage.start, stages))
         self.consumer = ConsumerBeside(self.out, self._rings, self._log)
-        stack.callback(self.consumer.stop)
+        stack.callback(self.consumer.kill)
 
     def turn(self, way: str) -> Turn:
         """One pass of a way."""
@@ -125,6 +126,13 @@ class Bench:
         """What the captured server says of itself."""
         assert self.consumer is not None
         return unpack_info(self.consumer.ring().info)
+
+    def last_words(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """After an error: what the servers said before they are gone."""
+        if error is not None:
+            for log in sorted(self._folder.glob("*.log")):
+                tail = log.read_text(errors="replace").splitlines()[-15:]
+                print(f"--- {log.name}", *tail, sep="\n", file=sys.stderr)
 
     def ask_alone(self) -> list[Callable[[Any], None]]:
         """A few samples, each alone, of all three ways; checks to be made on the dataset."""
@@ -306,7 +314,9 @@ def main() -> int:
         bench = Bench(model, prompts, folder, rings, arguments.concurrency)
         with ExitStack() as running:
             say(f"starting servers for {model.name}")
+            running.push(bench.last_words)
             bench.start(running, smoke=smoke)
+            assert bench.consumer is not None
             checks = bench.ask_alone()
             ways = [*WAYS[:1], *WAYS[2:]] if smoke else WAYS
             calls = {name: lambda name=name: bench.turn(name) for name in ways}
@@ -316,6 +326,7 @@ def main() -> int:
             bench.passes.clear()
             turns = rounds(calls, arguments.rounds)
             info = bench.session_info()
+            bench.consumer.finish()
         tokens = verify(bench.out, bench.ids, checks)
         stored = _size(bench.out)
     row_bytes = info.row_bytes

@@ -121,14 +121,18 @@ class ConsumerBeside:
             time.sleep(0.005)
         return time.perf_counter() - start
 
-    def stop(self) -> None:
+    def finish(self) -> None:
         """SIGTERM: what is left is packed, and the shard finished."""
         self.resume()
-        if self._process.poll() is None:
-            self._process.terminate()
-            self._process.wait(DRAIN_S)
-        if self._process.returncode:
+        self._process.terminate()
+        if self._process.wait(DRAIN_S):
             raise SystemExit(f"hstransport-consumer: exit status {self._process.returncode}")
+
+    def kill(self) -> None:
+        """After an error; nothing after :meth:`finish`."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
 
 
 def python_path(folder: Path, plugins: Sequence[str]) -> str:
