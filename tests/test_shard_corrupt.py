@@ -419,6 +419,16 @@ def test_a_bomb_is_refused_before_anything_is_allocated(
     tracemalloc.stop()
 
 
+def test_an_absurd_frame_size_allocates_nothing(good: tuple[Script, bytes], tmp_path: Path) -> None:
+    data = good[1]
+    put(tmp_path, data[:4] + (60 << 20).to_bytes(4, "little") + data[8:])
+    tracemalloc.start()
+    with pytest.raises(TornShardError, match="reaches past"):
+        read_all(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
+
+
 def test_absurd_tokens_allocate_nothing(good: tuple[Script, bytes], tmp_path: Path) -> None:
     put(tmp_path, bend_footer(good[1], column=("sample.tokens", 0, 1 << 31)))
     with pytest.raises(ShardError, match="is missing"):
