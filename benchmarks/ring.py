@@ -34,6 +34,7 @@ class Pass(NamedTuple):
     records: int
     cpu_s: float
     """Processor time of the writing thread."""
+    reader_cpu_s: float = 0.0
 
 
 class Bench:
@@ -68,10 +69,12 @@ class Bench:
         self._write(size, count)
         spent = time.thread_time() - cpu
         self._expect(proof)
-        return Pass(time.perf_counter() - start, count, spent)
+        seconds = time.perf_counter() - start
+        self.pipe.recv()
+        return Pass(seconds, count, spent)
 
-    def writer_alone(self, size: int) -> Pass:
-        """What the writing thread spends when there is room and nobody reads meanwhile."""
+    def in_turn(self, size: int) -> Pass:
+        """First all is written, then all is read: what each side spends, waiting left out."""
         room = self.writer.capacity_bytes // 2
         count = max(1, min(self.pass_bytes, room) // (size + 256))
         proof = self._announce(size, count, wait=True)
@@ -80,7 +83,7 @@ class Bench:
         done = Pass(time.perf_counter() - start, count, time.thread_time() - cpu)
         self.pipe.send("go")
         self._expect(proof)
-        return done
+        return done._replace(reader_cpu_s=self.pipe.recv())
 
     def memcpy(self, size: int) -> Pass:
         """The same copies into shared memory, without a ring."""
@@ -147,6 +150,7 @@ def read_all(path: Path, pipe: Connection) -> None:
             if wait:
                 pipe.recv()
             proof = done = 0
+            cpu = time.process_time()
             while done < count:
                 record = reader.read()
                 if record is None:
@@ -155,7 +159,9 @@ def read_all(path: Path, pipe: Connection) -> None:
                 proof = chain(proof, int(np.add.reduce(record.payload.view(np.uint64))))
                 record.release()
                 done += 1
+            cpu = time.process_time() - cpu
             pipe.send(proof)
+            pipe.send(cpu)
 
 
 def figures(bench: Bench, count: int) -> dict[str, Any]:
@@ -164,7 +170,7 @@ def figures(bench: Bench, count: int) -> dict[str, Any]:
         ways = {
             "memcpy": lambda size=size: bench.memcpy(size),
             "ring": lambda size=size: bench.through_ring(size),
-            "alone": lambda size=size: bench.writer_alone(size),
+            "turns": lambda size=size: bench.in_turn(size),
         }
         for way in ways.values():
             way()  # once to warm up
@@ -175,11 +181,18 @@ def figures(bench: Bench, count: int) -> dict[str, Any]:
         result[f"ring_{name}_records_per_s"] = statistics.median(records)
         result[f"memcpy_{name}_gb_per_s"] = statistics.median(rate["memcpy"]) / 1e9
         result[f"ring_{name}_of_memcpy"] = median_ratio(rate["ring"], rate["memcpy"])
-        result[f"ring_{name}_of_memcpy_quartiles"] = spread(rate["ring"], rate["memcpy"])
-        alone = [p.cpu_s / p.records * 1e6 for p in passes["alone"]]
-        result[f"writer_{name}_us_per_record"] = statistics.median(alone)
-        copied = [p.cpu_s / p.records * 1e6 for p in passes["memcpy"]]
-        result[f"memcpy_{name}_us_per_record"] = statistics.median(copied)
+        # Per second of a core: what others do on the machine is left out.
+        spent = {
+            "memcpy": [p.cpu_s / p.records for p in passes["memcpy"]],
+            "writer": [p.cpu_s / p.records for p in passes["turns"]],
+            "reader": [p.reader_cpu_s / p.records for p in passes["turns"]],
+        }
+        for side, seconds in spent.items():
+            each = statistics.median(seconds)
+            result[f"{side}_{name}_us_per_record"] = each * 1e6
+            result[f"{side}_{name}_gb_per_core_s"] = size / each / 1e9
+        result[f"writer_{name}_of_memcpy"] = median_ratio(spent["memcpy"], spent["writer"])
+        result[f"writer_{name}_of_memcpy_quartiles"] = spread(spent["memcpy"], spent["writer"])
     return result
 
 
