@@ -251,6 +251,19 @@ def test_consumer_resumes_into_the_same_directory(producer, ring_dir, tmp_path):
     assert np.array_equal(dataset["half"].hidden_states, joined)
 
 
+def test_samples_of_a_run_whose_ring_is_gone_are_named(producer, ring_dir, tmp_path):
+    """Somebody deleted the ring (or the machine was restarted) while a sample was open."""
+    producer.start("open", 4)
+    pack(ring_dir, tmp_path, until_idle=False)
+    producer.place.path.unlink()
+    other = Producer(ring_dir, run="cd" * 6)
+    other.sample("next", 3)
+    other.close()
+    pack(ring_dir, tmp_path)
+    dataset = open_shards(tmp_path, states=None)
+    assert {s.id: s.state for s in dataset} == {"open": "unfinished", "next": "whole"}
+
+
 def test_second_signal_ends_at_once_and_loses_nothing(producer, ring_dir, tmp_path):
     producer.sample("a", 5)
     consumer = ConsumerProcess(tmp_path / "s", ring_dir)

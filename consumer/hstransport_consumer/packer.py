@@ -134,6 +134,7 @@ class Packer:
         if now < self._next_look:
             return
         self._next_look = now + _DISCOVER_EVERY_S
+        first = not self.seen
         for stream in self._streams.discover(self._writer.begin_run):
             self._windows[stream] = _Window(stream)
             self.seen += 1
@@ -146,6 +147,20 @@ class Packer:
                 info.rows,
                 stream.reader.capacity_bytes >> 20,
             )
+
+        if first and self.seen:
+            self._close_lost_runs()
+
+    def _close_lost_runs(self) -> None:
+        """Samples left open by an earlier consumer whose ring is gone will never have an end."""
+        present = self._streams.present()
+        for run, rank in self._writer.open_runs():
+            if (run, rank) not in present:
+                ended = self._writer.close_run(run, rank, "the ring of its run is gone")
+                self.totals.states.update(e.state for e in ended)
+                logger.warning(
+                    "run %s is gone with its ring, %d samples unfinished", run, len(ended)
+                )
 
     def _fill(self, window: _Window) -> bool:
         """Read records into the window until it is full or none is left."""

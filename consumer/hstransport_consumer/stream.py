@@ -165,6 +165,10 @@ class Streams:
         """Rings that cannot be used, with the reason."""
         return dict(self._refused)
 
+    def present(self) -> set[tuple[str, int]]:
+        """(run, rank) of every ring of the session, those that cannot be used included."""
+        return {(place.run, place.rank) for place in self._places()}
+
     def drop(self, stream: RingStream) -> bool:
         """Stop following a ring; True when its file was removed."""
         self.live.remove(stream)
