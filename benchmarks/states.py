@@ -85,8 +85,8 @@ def _compute(folder: Path, text: str) -> tuple[list[str], npt.NDArray[np.uint16]
     planes: list[Any] = []
     with torch.no_grad():
         for block in ids.split(BLOCK_TOKENS):
-            hidden = model(block[None], output_hidden_states=True).hidden_states
-            planes.append(torch.stack([hidden[k][0] for k in taken]))
+            out = model(block[None], output_hidden_states=True, logits_to_keep=1)
+            planes.append(torch.stack([out.hidden_states[k][0] for k in taken]))
     bits = torch.cat(planes, 1).view(torch.int16).numpy().view(np.uint16)
     return [*map(str, taken[:-1]), "final"], bits
 

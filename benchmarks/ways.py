@@ -1,8 +1,8 @@
 """The servers that the serving benchmark compares, and the consumer beside one of them.
 
 All are up at once, so that rounds can be short and alternate; but an idle SGLang scheduler polls
-with a whole core, so all processes of those not being measured are stopped (SIGSTOP). They keep
-their memory and take no time.
+with a whole core, so the schedulers of those not being measured are stopped (SIGSTOP). They keep
+their memory and take no time; their servers' other processes sleep anyway.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Stage:
         return sum(cpu_s(pid) for pid in self._schedulers)
 
     def _signal(self, number: signal.Signals) -> None:
-        os.killpg(self.server.pid(), number)
+        for pid in self._schedulers:
+            os.kill(pid, number)
 
 
 class ConsumerBeside:
