@@ -1,10 +1,14 @@
 #include "ring_reader.h"
 
+#include <utility>
+
 #include "check.h"
 
 namespace hst {
 
-RingReader::RingReader(const std::string& path) : file_(RingFile::open(path, Access::kReadWrite)) {
+RingReader::RingReader(const std::string& path, std::shared_ptr<Mapping> shared)
+    : file_(RingFile::open(path, Access::kReadWrite)) {
+  if (shared) file_->map = std::move(shared);
   check(file_->lock.try_lock(Role::kConsumer), Fault::kBusy, path,
         ": another consumer is attached: a ring has one, stop it first");
   // Read only once the lock is held: before that another consumer may still move the tail.

@@ -19,7 +19,9 @@ struct Lease {
 
 class RingReader {
  public:
-  explicit RingReader(const std::string& path);
+  // `shared` is for tests in one process: a sanitizer follows addresses, so it sees the two ends
+  // meet only if they use one mapping.
+  explicit RingReader(const std::string& path, std::shared_ptr<Mapping> shared = nullptr);
 
   // The committed or abandoned record at the cursor, which moves past it.
   std::optional<Lease> read();

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
@@ -43,30 +44,43 @@ void produce(RingWriter& writer, uint64_t records) {
   }
 }
 
+// One thread reads and another gives back, as a consumer that packs in the background does.
 void consume(RingReader& reader, uint64_t records) {
+  std::mutex mutex;
   std::vector<Lease> held;
-  for (uint64_t n = 0; n < records;) {
-    const std::optional<Lease> lease = reader.read();
-    if (lease) {
-      const RecordHeader& h = lease->record.header;
-      REQUIRE(h.seq == n && (h.ready == kAbandoned) == (n % 9 == 0));
-      const uint8_t* payload = reader.map()->at(lease->record.position) + h.payload_offset;
-      for (uint64_t i = 0; i < h.payload_bytes; ++i) REQUIRE(payload[i] == pattern(n, i));
-      held.push_back(*lease);
-      ++n;
-    }
-    if (held.size() == 3 || !lease || n == records) {
-      for (; !held.empty(); held.pop_back()) {  // the last first
-        reader.release(held.back().ticket, held.back().record.header.seq);
+  bool done = false;
+  std::thread releaser([&] {
+    for (bool last = false; !last;) {
+      std::vector<Lease> batch;
+      {
+        std::lock_guard<std::mutex> hold(mutex);
+        batch.swap(held);
+        last = done;
+      }
+      for (; !batch.empty(); batch.pop_back()) {  // the last first
+        reader.release(batch.back().ticket, batch.back().record.header.seq);
       }
     }
+  });
+  for (uint64_t n = 0; n < records;) {
+    const std::optional<Lease> lease = reader.read();
+    if (!lease) continue;
+    const RecordHeader& h = lease->record.header;
+    REQUIRE(h.seq == n && (h.ready == kAbandoned) == (n % 9 == 0));
+    const uint8_t* payload = reader.map()->at(lease->record.position) + h.payload_offset;
+    for (uint64_t i = 0; i < h.payload_bytes; ++i) REQUIRE(payload[i] == pattern(n, i));
+    ++n;
+    std::lock_guard<std::mutex> hold(mutex);
+    held.push_back(*lease);
+    done = n == records;
   }
+  releaser.join();
 }
 
 void ring_carries_every_byte(const std::string& path) {
   constexpr uint64_t kRecords = 20000;
   RingWriter writer(path, kMinCapacityBytes, "info");
-  RingReader reader(path);
+  RingReader reader(path, writer.map());
   std::thread producer([&] { produce(writer, kRecords); });
   std::thread onlooker([&] {
     for (int i = 0; i < 1000; ++i) (void)(reader.tail() + writer.head() + writer.tail());
