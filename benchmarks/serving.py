@@ -105,10 +105,12 @@ class Bench:
     def start(self, stack: ExitStack, *, smoke: bool) -> None:
         """Start all of them, several at once because starting is mostly one core's work."""
         stages = [self.captured, self.by_hand, self.plain, *([] if smoke else [self.again])]
+        pool = ThreadPoolExecutor(3 if smoke else 2)
+        # Last of all: a server ends with the thread that started it (PR_SET_PDEATHSIG).
+        stack.callback(pool.shutdown)
         for stage in stages:
             stack.callback(stage.stop)
-        with ThreadPoolExecutor(3 if smoke else 2) as pool:
-            list(pool.map(Stage.start, stages))
+        list(pool.map(Stage.start, stages))
         self.consumer = ConsumerBeside(self.out, self._rings, self._log)
         stack.callback(self.consumer.kill)
 
