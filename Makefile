@@ -5,7 +5,7 @@ PYTHON ?= python3
 RIG := PYTHONPATH=tests $(PYTHON) -m rig.build_env
 VENV := $(shell $(RIG) --print-venv)
 PY := $(VENV)/bin/python
-CXX_FILES = $(wildcard csrc/*.cpp csrc/*.h csrc/*.cu csrc/*.cuh)
+CXX_FILES = $(wildcard csrc/*.cpp csrc/*.h csrc/tests/*.cpp csrc/*.cu csrc/*.cuh)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast check lint format clean
@@ -20,7 +20,7 @@ demo: setup ## serve SmolLM2, extract hidden states of demo/prompts.jsonl into d
 	@PYTHONPATH=tests $(PY) demo/run.py
 
 test: setup ## all tests, those with a real SGLang server too
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n 2 --dist loadgroup $(ARGS)
 
 test-fast: setup ## the tests that start no server
 	@$(PY) -m pytest -m "not sglang" $(ARGS)

@@ -360,7 +360,7 @@ def _open_exporter(settings: Settings, info: SessionInfo) -> Exporter:
 
 
 def _tp_rank() -> int:
-    from sglang.srt.distributed import get_tensor_model_parallel_rank
+    from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank())
 

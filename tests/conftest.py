@@ -2,7 +2,7 @@
 
 Tests marked ``sglang`` start a real server. A test asks for one by its configuration and gets the
 one that is already running when the configuration is the same, so keep tests of one configuration
-together in a module: a start takes 15 to 30 seconds, and never are two servers up at once.
+together in a module: a start takes 15 to 30 seconds. Each xdist worker has one server at most.
 """
 
 from __future__ import annotations
@@ -32,6 +32,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if os.environ.get("CI") == "true":
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under xdist, the tests of a module that share servers stay in one process."""
+    for item in items:
+        if item.get_closest_marker("sglang") and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def _shm_dir() -> Iterator[Path]:
@@ -87,7 +95,7 @@ class ServerPool:
         """Stop the server that is up, if any; the next ``get`` starts a fresh one."""
         server, self._server = self._server, None
         if server is not None:
-            server.stop()
+            server.stop(abrupt=True)  # its own end takes 5 s, of which no test is the wiser
 
 
 @pytest.fixture(scope="module")
