@@ -79,7 +79,7 @@ def _compute(folder: Path, text: str) -> tuple[list[str], npt.NDArray[np.uint16]
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids[0]
+    ids = torch.tensor(_tokens(tokenizer, text))
     n = model.config.num_hidden_layers
     taken = [2, n // 2, n - 3, n]  # transformers' last entry is the state after the final norm
     planes: list[Any] = []
@@ -89,6 +89,27 @@ def _compute(folder: Path, text: str) -> tuple[list[str], npt.NDArray[np.uint16]
             planes.append(torch.stack([out.hidden_states[k][0] for k in taken]))
     bits = torch.cat(planes, 1).view(torch.int16).numpy().view(np.uint16)
     return [*map(str, taken[:-1]), "final"], bits
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    """Token ids; by longest match where the tokenizer out of the GGUF file has lost its merges.
+
+    Gemma's has: it takes every character alone, and a model reads no text in that.
+    """
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    if len(ids) < len(text) // 2:
+        return ids
+    vocabulary = tokenizer.get_vocab()
+    longest = 24
+    text = text.replace(" ", "\u2581")  # SentencePiece's space
+    ids, at = [], 0
+    while at < len(text):
+        ends = range(min(at + longest, len(text)), at, -1)
+        end = next((e for e in ends if text[at:e] in vocabulary), None)
+        if end is not None:
+            ids.append(vocabulary[text[at:end]])
+        at = end or at + 1
+    return ids
 
 
 def _smollm2() -> Path:
