@@ -53,6 +53,8 @@ class Turn(NamedTuple):
 
     load: Pass
     scheduler_cpu_s: float
+    waited_s: float
+    """How long the scheduler waited for a core that another process had."""
     consumer_cpu_s: float = 0.0
     stored_bytes: int = 0
     drain_s: float = 0.0
@@ -166,10 +168,10 @@ class Bench:
         self._turn += 1
         with stage:
             begin()
-            cpu = stage.cpu_s()
+            cpu, waited = stage.cpu_s(), stage.waited_s()
             tag = f"{tag}-{self._turn}"
             done = stage.client.run(self.prompts, tag, hidden_states=hidden_states)
-            return Turn(done, stage.cpu_s() - cpu)
+            return Turn(done, stage.cpu_s() - cpu, stage.waited_s() - waited)
 
     def _saved_by_hand(self) -> Turn:
         turn = self._pass(self.by_hand, begin=self._saved.mkdir)
@@ -253,7 +255,11 @@ def figures(turns: dict[str, list[Turn]], prompts: Sequence[Prompt]) -> dict[str
     """What each way did, and how it compares with no capture."""
     tokens, samples = sum(map(len, prompts)), len(prompts)
     speed = {way: [t.load.tokens / t.load.seconds for t in ts] for way, ts in turns.items()}
-    # Tokens per second of the scheduler's processor time: other work on the machine counts less.
+    # The same without the time that other processes took from the scheduler.
+    unhindered = {
+        way: [t.load.tokens / (t.load.seconds - t.waited_s) for t in ts]
+        for way, ts in turns.items()
+    }
     per_cpu = {way: [t.load.tokens / t.scheduler_cpu_s for t in ts] for way, ts in turns.items()}
     result: dict[str, Any] = {}
     for way, ts in turns.items():
@@ -261,10 +267,15 @@ def figures(turns: dict[str, list[Turn]], prompts: Sequence[Prompt]) -> dict[str
         if way != BASE:
             result[f"{way}_ratio"] = median_ratio(speed[way], speed[BASE])
             result[f"{way}_ratio_quartiles"] = spread(speed[way], speed[BASE])
+            result[f"{way}_unhindered_ratio"] = median_ratio(unhindered[way], unhindered[BASE])
+            quartiles = spread(unhindered[way], unhindered[BASE])
+            result[f"{way}_unhindered_ratio_quartiles"] = quartiles
             result[f"{way}_scheduler_cpu_ratio"] = median_ratio(per_cpu[way], per_cpu[BASE])
         seconds = statistics.median(t.load.seconds for t in ts)
         result[f"{way}_seconds_per_sample"] = seconds / samples
         result[f"{way}_latency_s"] = statistics.median(t.load.latency_s for t in ts)
+        waited = statistics.median(t.waited_s / t.load.seconds for t in ts)
+        result[f"{way}_waiting_for_a_core"] = waited
         cpu_s = statistics.median(t.scheduler_cpu_s for t in ts)
         result[f"{way}_scheduler_cpu_ms_per_token"] = cpu_s / tokens * 1e3
     with_reader = turns["hstransport"]

@@ -84,6 +84,11 @@ class Stage:
         """Processor time of the scheduler's process so far."""
         return sum(cpu_s(pid) for pid in self._schedulers)
 
+    def waited_s(self) -> float:
+        """How long the scheduler's thread wanted a core and another process had it."""
+        times = [Path(f"/proc/{pid}/schedstat").read_text().split() for pid in self._schedulers]
+        return sum(int(waited) for _, waited, _ in times) / 1e9
+
     def _signal(self, number: signal.Signals) -> None:
         for pid in self._schedulers:
             os.kill(pid, number)
