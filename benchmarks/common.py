@@ -41,7 +41,7 @@ def parser(doc: str | None, result: str) -> argparse.ArgumentParser:
         type=Path,
         help=f"where the figures go (default: benchmarks/results/{result}; smoke: nowhere)",
     )
-    p.set_defaults(result=result)
+    p.set_defaults(result=result, commit=_commit())  # now: a run is long, and HEAD may move
     return p
 
 
@@ -55,17 +55,17 @@ def finish(arguments: argparse.Namespace, figures: Mapping[str, Any]) -> None:
         print("(smoke: nothing written; give --out for a file)")
         return
     whole = {name: _rounded(value) for name, value in figures.items()}
-    whole |= {"smoke": arguments.smoke, **provenance()}
+    whole |= {"smoke": arguments.smoke, **provenance(arguments.commit)}
     text = json.dumps(whole, indent=1, ensure_ascii=False)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text + "\n")
     print(f"written: {out}")
 
 
-def provenance() -> dict[str, Any]:
+def provenance(commit: str) -> dict[str, Any]:
     """Which code, on what, when, called how."""
     return {
-        "commit": _commit(),
+        "commit": commit,
         "machine": {
             "cpu": _cpu_model(),
             "cores": len(os.sched_getaffinity(0)),
