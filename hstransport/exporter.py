@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .capture import Plane
@@ -119,6 +119,11 @@ class Exporter:
             sample = OpenSample(self._next_sid, id)
             self._next_sid += 1
             start = Start(sample.sid, id, rid, prompt, labels or {}, loss_mask, time.time())
+            if not self._can_fit(start):
+                # Its name and its end are told; its rows could not be told apart without tokens.
+                sample.dropped = len(prompt)
+                start = replace(start, prompt=prompt[:0], labels={}, loss_mask=None)
+                self._complain(f"the prompt of sample {id!r} ({len(prompt)} tokens) is too long")
             if not self._emit(start):
                 sample.lost = True
                 self.samples_lost += 1
@@ -131,7 +136,7 @@ class Exporter:
             self._rows(spans, planes)
 
     def _rows(self, spans: Sequence[RowSpan], planes: Sequence[Plane]) -> None:
-        room = self._flush_pending()  # a START must come before its rows
+        room = self._flush_pending(self._wait_s)  # a START must come before its rows
         batch: list[RowSpan] = []
         count = 0
         for span in spans:
@@ -170,6 +175,8 @@ class Exporter:
             )
 
     def _end(self, sample: OpenSample, end: End) -> None:
+        if not self._can_fit(end):
+            end = replace(end, output=end.output[:0], dropped=max(end.dropped, 1))
         if not self._emit(end):
             self.samples_lost += 1
             self._complain(f"no room even for the end of sample {sample.id!r}")
@@ -180,14 +187,21 @@ class Exporter:
             if self._closed:
                 return
             self._closed = True
-            self._flush_pending()
-            if self._pending:
-                logger.warning(
-                    "hstransport: %d START/END records found no room in the ring; the consumer "
-                    "will report their samples as unfinished or not at all",
-                    len(self._pending),
-                )
+            try:
+                self._flush_pending()
+            finally:
+                self._close_both()
+
+    def _close_both(self) -> None:
+        if self._pending:
+            logger.warning(
+                "hstransport: %d START/END records found no room in the ring; the consumer will "
+                "report their samples as unfinished or not at all",
+                len(self._pending),
+            )
+        try:
             self._ring.close()
+        finally:
             if self._publisher is not None:
                 self._publisher.close()
 
@@ -215,7 +229,7 @@ class Exporter:
             Rows(tuple(Segment(s.sample.sid, s.position, s.rows) for s in live))
         )
         payload_bytes = count * self._info.row_bytes
-        slot = self._reserve(kind, meta, payload_bytes)
+        slot = self._reserve(kind, meta, payload_bytes, self._wait_s)
         if slot is None:
             self._ring.record_drop(payload_bytes)
             for span in live:
@@ -230,9 +244,10 @@ class Exporter:
         slot.commit()
         self._tell(kind, slot, meta)
 
-    def _reserve(self, kind: int, meta: bytes, payload_bytes: int) -> Reservation | None:
+    def _reserve(
+        self, kind: int, meta: bytes, payload_bytes: int, wait_s: float
+    ) -> Reservation | None:
         leave = self._event_reserve if kind == ROWS else 0
-        wait_s = self._wait_s if kind == ROWS else 0.0
         if self._stalled_at is not None:
             if self._ring.tail == self._stalled_at:
                 wait_s = 0.0  # nobody has freed a byte since the last wait expired
@@ -243,11 +258,14 @@ class Exporter:
             self._stalled_at = self._ring.tail
         return slot
 
+    def _can_fit(self, event: Event) -> bool:
+        """Whether the ring has room for the event wherever its head stands, once it is empty."""
+        size = len(pack_event(event)[1])
+        return size <= MAX_META_BYTES and self._ring.max_payload_bytes(size, 0) > 0
+
     def _emit(self, event: Event) -> bool:
         """Write a START or END, or queue it behind those already waiting."""
         kind, meta = pack_event(event)
-        if len(meta) > MAX_META_BYTES:
-            return False
         if self._flush_pending() and self._write_event(kind, meta):
             return True
         if self._pending_bytes + len(meta) > MAX_PENDING_BYTES:
@@ -263,22 +281,27 @@ class Exporter:
         while True:
             time.sleep(_RETRY_PENDING_S)
             with self._lock:
-                if self._closed or self._flush_pending():
+                try:
+                    done = self._closed or self._flush_pending()
+                except Exception:
+                    logger.exception("hstransport: START and END records that wait are stuck")
+                    done = True  # the next one that has to wait starts another helper
+                if done:
                     self._helper = None
                     return
 
-    def _write_event(self, kind: int, meta: bytes) -> bool:
-        slot = self._reserve(kind, meta, 0)
+    def _write_event(self, kind: int, meta: bytes, wait_s: float = 0.0) -> bool:
+        slot = self._reserve(kind, meta, 0, wait_s)
         if slot is None:
             return False
         slot.commit()
         self._tell(kind, slot, meta)
         return True
 
-    def _flush_pending(self) -> bool:
+    def _flush_pending(self, wait_s: float = 0.0) -> bool:
         while self._pending:
             kind, meta = self._pending[0]
-            if not self._write_event(kind, meta):
+            if not self._write_event(kind, meta, wait_s):
                 return False
             self._pending.popleft()
             self._pending_bytes -= len(meta)

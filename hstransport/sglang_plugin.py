@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 _ABSENT: Any = object()
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_SOURCES = ("disk", "distributed", "tensor", "ipc")
 _LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor"
 
 # Modes in which rows, positions or requests would not be what they seem. What is not proven right
@@ -50,7 +52,14 @@ _LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor"
 _REFUSED = (
     ("pp_size", 1, "run without pipeline parallelism"),
     ("enable_dp_attention", False, "run without --enable-dp-attention"),
+    ("attn_dp_size", 1, "run without data-parallel attention"),
     ("attn_cp_size", 1, "run without context parallelism"),
+    ("dcp_size", 1, "run without context parallelism"),
+    ("enable_prefill_cp", False, "run without context parallelism"),
+    ("enable_prefill_context_parallel", False, "run without context parallelism"),
+    ("enable_lora", False, "run without LoRA adapters"),
+    ("lora_paths", None, "run without LoRA adapters"),
+    ("enable_torch_compile", False, "run without --enable-torch-compile"),
     ("speculative_algorithm", None, "run without speculative decoding"),
     ("disaggregation_mode", "null", "run without prefill-decode disaggregation"),
     ("enable_two_batch_overlap", False, "run without --enable-two-batch-overlap"),
@@ -68,7 +77,7 @@ def register() -> None:
             return
         hooks = _hooks(Plugin(settings))
         for target in hooks:
-            _require(target)
+            _resolve(target)
     except HsTransportError as e:
         # SGLang logs and forgets an Exception of a plugin: only SystemExit stops the server.
         sys.exit(f"hstransport: {e}")
@@ -94,6 +103,10 @@ def _hooks(plugin: Plugin) -> dict[str, Any]:
         # Requests finish in here and, when aborted while they wait, only in abort_request.
         f"{_SCHEDULER}.process_batch_result": plugin.process_batch_result,
         f"{_SCHEDULER}.abort_request": plugin.abort_request,
+        # From here on the states would be another model's.
+        **{
+            f"{_WEIGHTS}.update_weights_from_{source}": plugin.update_weights for source in _SOURCES
+        },
     }
 
 
@@ -106,6 +119,7 @@ class Plugin:
         self._runner: Any = None
         self._tap: Tap | None = None
         self._batch: Any = None  # the ScheduleBatch whose forward pass is running
+        self._armed = False  # the running pass has rows that are wanted
         self._states: tuple[Any, Any] | None = None  # (final, aux) of that pass
 
     # Each hook has AROUND's signature: the original, then the original's own arguments.
@@ -128,6 +142,13 @@ class Plugin:
                 "hstransport saw no ModelRunner.load_model: this SGLang builds its model in a way "
                 "that the plugin does not know; unset HSTRANSPORT to serve without capture"
             )
+        _refuse_resolved_widths()
+        for target in _hooks(self):
+            if getattr(_resolve(target), "__wrapped__", None) is None:
+                raise CaptureError(
+                    f"SGLang did not apply the plugin's hook on {target} (its log says why); unset "
+                    "HSTRANSPORT to serve without capture"
+                )
         if _tp_rank() != 0:
             logger.info("hstransport: tensor-parallel rank %d leaves writing to rank 0", _tp_rank())
             return
@@ -152,9 +173,11 @@ class Plugin:
         spans = tap.guarded(self._plan, tap, batch.reqs, forward_batch)
         if not spans:
             return original(runner, forward_batch, *a, **kw)
-        self._states = None
-        output = original(runner, forward_batch, *a, **kw)
-        states, self._states = self._states, None
+        self._states, self._armed = None, True
+        try:
+            output = original(runner, forward_batch, *a, **kw)
+        finally:
+            states, self._states, self._armed = self._states, None, False
         tap.guarded(tap.take, spans, states)
         return output
 
@@ -163,10 +186,10 @@ class Plugin:
         if step is None:
             return None
         if not len(reqs) == forward_batch.batch_size == len(step.counts):
-            raise CaptureError(
-                f"a batch of {len(reqs)} requests has {forward_batch.batch_size} sequences"
-            )
-        return tap.plan([(req.rid, req) for req in reqs], step)
+            why = f"a batch of {len(reqs)} requests has {forward_batch.batch_size} sequences"
+            tap.give_up(reqs, why)
+            return None
+        return tap.plan(reqs, step)
 
     def logits_forward(
         self,
@@ -180,7 +203,7 @@ class Plugin:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if self._batch is not None:
+        if self._armed:
             self._states = (hidden_states, aux_hidden_states)
         return original(
             processor,
@@ -196,17 +219,31 @@ class Plugin:
     def process_batch_result(self, original: Any, scheduler: Any, *a: Any, **kw: Any) -> Any:
         result = original(scheduler, *a, **kw)
         if self._tap is not None:
-            self._tap.guarded(self._tap.sweep)
+            self._tap.guarded(self._sweep, self._tap, scheduler)
         return result
+
+    def _sweep(self, tap: Tap, scheduler: Any) -> None:
+        retracted = tap.retracted()
+        if retracted:
+            # A retracted request waits to be computed again. One that does not wait was given up
+            # by the server (out of memory, queue full, timed out), which sets no finish reason.
+            retracted -= {id(req) for req in scheduler.waiting_queue}
+        tap.sweep(retracted)
+
+    def update_weights(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._tap is not None:
+            self._tap.stop("the model's weights were updated; restart the server to capture it")
+        return original(*args, **kwargs)
 
     def abort_request(self, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         tap = self._tap
         if tap is None:
             return original(scheduler, *args, **kwargs)
-        waiting = {req.rid for req in scheduler.waiting_queue}
+        waiting = list(scheduler.waiting_queue)
         result = original(scheduler, *args, **kwargs)
         # Those that left the queue are over, though SGLang sets no finish reason in them.
-        tap.guarded(tap.sweep, waiting - {req.rid for req in scheduler.waiting_queue})
+        left = {id(req) for req in scheduler.waiting_queue}
+        tap.guarded(tap.sweep, {id(req) for req in waiting} - left)
         return result
 
 
@@ -247,6 +284,19 @@ class _Request:
     def over(self) -> bool:
         return self._req.finished_reason is not None
 
+    @property
+    def retracted(self) -> bool:
+        return bool(self._req.is_retracted)
+
+    def unfit(self) -> str:
+        """Why this request's states do not follow from its token ids; empty when they do."""
+        for name in ("input_embeds", "positional_embed_overrides", "multimodal_inputs", "lora_id"):
+            if getattr(self._req, name, None) is not None:
+                return f"the request has {name}"
+        if getattr(self._req, "beam_group", None) is not None:
+            return "the request is a beam search"
+        return ""
+
     def reason(self) -> tuple[str, str]:
         """(END's reason, SGLang's own words on an abort)."""
         if not self.over:
@@ -274,9 +324,9 @@ def _pass(forward_batch: Any, all_rows: bool) -> Pass | None:
     raise CaptureError(f"forward mode {mode} is not one whose rows are understood")
 
 
-def _require(target: str) -> None:
+def _resolve(target: str) -> Any:
     try:
-        pkgutil.resolve_name(target)
+        return pkgutil.resolve_name(target)
     except (ImportError, AttributeError, ValueError) as e:
         import sglang
 
@@ -294,10 +344,26 @@ def _refuse_unproven(server_args: Any, device: str) -> None:
         )
     for name, harmless, remedy in _REFUSED:
         value = getattr(server_args, name, harmless)
-        if value != harmless:
+        if value and value != harmless:
             raise CaptureError(
                 f"hstransport cannot capture exactly with {name}={value!r}: {remedy}, "
                 "or unset HSTRANSPORT to serve without capture"
+            )
+
+
+def _refuse_resolved_widths() -> None:
+    """Where SGLang works parallel widths out of several arguments (0.5.20 on), see the result."""
+    try:
+        from sglang.srt.runtime_context import get_parallel
+    except ImportError:
+        return
+    parallel = get_parallel()
+    for name in ("attn_dp_size", "attn_cp_size", "pp_size"):
+        width = getattr(parallel, name, 1)
+        if width != 1:
+            raise CaptureError(
+                f"hstransport cannot capture exactly with {name}={width}: serve with tensor or "
+                "plain data parallelism only, or unset HSTRANSPORT"
             )
 
 

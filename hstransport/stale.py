@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 from .errors import ConfigError, RingError
@@ -12,12 +13,16 @@ from .session import find_rings
 
 logger = logging.getLogger(__name__)
 
+_CREATING_S = 900.0
+"""Creating takes about a second for each GiB; this is longer than any ring takes."""
+
 
 def report_older_rings(root: Path, info: SessionInfo) -> None:
     """Say what is in them, remove those that are empty, refuse a session that is being served.
 
     Raises ConfigError when a live server already writes this session and rank.
     """
+    _remove_unfinished(root / info.session)
     for ring in find_rings(root, info.session):
         try:
             state = inspect_ring(ring.path)
@@ -29,6 +34,7 @@ def report_older_rings(root: Path, info: SessionInfo) -> None:
                     )
             elif state.records == 0:
                 remove_orphan(ring.path)
+                ring.path.with_suffix(".sock").unlink(missing_ok=True)
             else:
                 logger.warning(
                     "hstransport: an earlier run of session %s left %d records (%d bytes) in %s "
@@ -41,3 +47,14 @@ def report_older_rings(root: Path, info: SessionInfo) -> None:
                 )
         except (RingError, OSError) as e:
             logger.warning("hstransport: ring %s of an earlier run: %s", ring.path, e)
+
+
+def _remove_unfinished(directory: Path) -> None:
+    """Rings whose server was killed while it created them: as large as a ring, and nobody's."""
+    for path in directory.glob("*.ring.*.tmp"):
+        try:
+            if time.time() - path.stat().st_mtime > _CREATING_S:
+                path.unlink()
+                logger.warning("hstransport: removed %s, a ring that was never finished", path)
+        except FileNotFoundError:
+            continue

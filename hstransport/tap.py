@@ -45,6 +45,9 @@ class Request(Protocol):
     def tags(self) -> dict[str, Any]: ...
     @property
     def over(self) -> bool: ...
+    @property
+    def retracted(self) -> bool: ...
+    def unfit(self) -> str: ...
     def reason(self) -> tuple[str, str]: ...
 
 
@@ -61,6 +64,7 @@ class Pass(NamedTuple):
 class _Followed:
     """A request seen in a forward pass."""
 
+    rid: str
     request: Request
     sample: OpenSample | None
     """None for a request that is not to be captured."""
@@ -86,7 +90,9 @@ class Tap:
         self._exporter: Exporter | None = exporter
         self._adapt = adapt
         self._tagged_only = tagged_only
-        self._followed: dict[str, _Followed] = {}
+        # By the identity of the server's own request object, which the entry keeps alive: two
+        # requests may carry the same request id.
+        self._followed: dict[int, _Followed] = {}
 
     def guarded(self, step: Callable[..., Any], *args: Any) -> Any:
         """Run a step of capture; an error ends capture, never serving."""
@@ -95,20 +101,37 @@ class Tap:
         try:
             return step(*args)
         except Exception as e:
-            logger.exception("hstransport: capture stopped, serving goes on: %s", e)
-            self._stop(f"capture stopped: {e}"[:1000])
+            logger.exception("hstransport: %s", e)
+            self.stop(str(e))
             return None
 
-    def plan(self, batch: Sequence[tuple[str, Any]], step: Pass) -> list[RowSpan]:
-        """Which rows of the coming pass belong to which sample. ``batch``: (rid, request)."""
+    def stop(self, why: str) -> None:
+        """End capture for good; all open samples end as aborted, and serving goes on."""
+        exporter, self._exporter = self._exporter, None
+        if exporter is None:
+            return
+        logger.error("hstransport: capture stopped, serving goes on: %s", why)
+        for f in self._followed.values():
+            try:
+                self._end(exporter, f, ABORTED, f"capture stopped: {why}"[:1000])
+            except Exception:  # whatever is broken must not reach the server's thread
+                logger.exception("hstransport: sample of request %s cannot be ended", f.rid)
+        self._followed.clear()
+        try:
+            exporter.close()
+        except Exception:
+            logger.exception("hstransport: the ring cannot be closed in order")
+
+    def plan(self, batch: Sequence[Any], step: Pass) -> list[RowSpan]:
+        """Which rows of the coming pass belong to which sample. ``batch``: its requests."""
         spans = []
         row = 0
-        for i, (rid, raw) in enumerate(batch):
+        for i, raw in enumerate(batch):
             count = step.counts[i]
-            followed = self._followed.get(rid)
+            followed = self._followed.get(id(raw))
             position = None if step.positions is None else step.positions[i]
             if followed is None:
-                followed = self._follow(rid, raw, position)
+                followed = self._follow(raw, position)
             if followed is not None and followed.sample is not None:
                 at = followed.next_position if position is None else position
                 followed.next_position = at + count
@@ -148,25 +171,46 @@ class Tap:
                 raise CaptureError(f"states lie on {p.device}: this release copies from cpu only")
         self._exporter.rows(spans, planes)
 
-    def sweep(self, gone: Collection[str] = ()) -> None:
-        """End the samples of requests that are over; those of ``gone`` ended without a trace."""
-        over = [rid for rid, f in self._followed.items() if f.request.over or rid in gone]
-        for rid in over:
-            f = self._followed.pop(rid)
-            self._end(f, *f.request.reason())
+    def retracted(self) -> set[int]:
+        """Identities of followed requests that the server has taken back to compute again."""
+        return {key for key, f in self._followed.items() if f.request.retracted}
 
-    def _follow(self, rid: str, raw: Any, position: int | None) -> _Followed | None:
+    def sweep(self, gone: Collection[int] = ()) -> None:
+        """End the samples of requests that are over; those of ``gone`` ended without a trace."""
+        assert self._exporter is not None
+        over = [key for key, f in self._followed.items() if f.request.over or key in gone]
+        for key in over:
+            f = self._followed.pop(key)
+            self._end(self._exporter, f, *f.request.reason())
+
+    def give_up(self, batch: Sequence[Any], why: str) -> None:
+        """End the samples of a batch whose rows are not understood."""
+        assert self._exporter is not None
+        for raw in batch:
+            f = self._followed.get(id(raw))
+            if f is not None and f.sample is not None:
+                logger.warning("hstransport: sample %s is given up: %s", f.sample.id, why)
+                self._end(self._exporter, f, ABORTED, why)
+                f.sample = None
+
+    def _follow(self, raw: Any, position: int | None) -> _Followed | None:
         """The request's entry, made on its first pass; None for one that is already over."""
         request = self._adapt(raw)
         if request.over:
             return None  # the overlap scheduler runs one more pass for a request that just ended
         if position is None:
-            raise CaptureError(f"the first pass of request {rid} is a decode at unknown position")
+            raise CaptureError(
+                f"the first pass of request {request.rid} is a decode at unknown position"
+            )
         prompt = request.prompt
+        sample = self._start(request, prompt)
         followed = _Followed(
-            request, self._start(request, prompt), len(prompt), position, next_position=position
+            request.rid, request, sample, len(prompt), position, next_position=position
         )
-        self._followed[rid] = followed
+        self._followed[id(raw)] = followed
+        unfit = request.unfit()
+        if unfit and sample is not None:
+            self.give_up([raw], f"cannot be captured exactly: {unfit}")
         return followed
 
     def _start(self, request: Request, prompt: TokenIds) -> OpenSample | None:
@@ -175,7 +219,7 @@ class Tap:
         sample_id = tags.get(ID_TAG)
         if request.probe or (self._tagged_only and sample_id is None):
             return None
-        labels, mask = _tagged(tags)
+        labels, mask = _tagged(tags, len(prompt))
         rid = fit_id(request.rid)
         return self._exporter.start(
             fit_id(sample_id) if isinstance(sample_id, str) and sample_id else rid,
@@ -185,29 +229,22 @@ class Tap:
             mask,
         )
 
-    def _end(self, f: _Followed, reason: str, detail: str) -> None:
-        assert self._exporter is not None
+    def _end(self, exporter: Exporter, f: _Followed, reason: str, detail: str) -> None:
         if f.sample is None:
             return
         output = f.request.output
         # The last generated token was sampled but never an input, so it has no state.
         tokens = f.prompt_tokens + (max(len(output) - 1, 0) if self.all_rows else 0)
-        self._exporter.end(f.sample, reason, tokens, output, cached=f.first_position, detail=detail)
-
-    def _stop(self, why: str) -> None:
-        for f in self._followed.values():
-            self._end(f, ABORTED, why)
-        self._followed.clear()
-        exporter, self._exporter = self._exporter, None
-        assert exporter is not None
-        exporter.close()
+        exporter.end(f.sample, reason, tokens, output, cached=f.first_position, detail=detail)
 
 
-def _tagged(tags: dict[str, Any]) -> tuple[dict[str, Label], tuple[int, ...] | None]:
+def _tagged(tags: dict[str, Any], tokens: int) -> tuple[dict[str, Label], tuple[int, ...] | None]:
     """Labels and loss mask that the caller sent; bad ones become a label that says so."""
     try:
         labels = check_labels(tags.get(LABELS_TAG) or {})
         mask = tags.get(MASK_TAG)
+        if mask is not None and len(mask) > 2 * tokens + 2:
+            raise ProtocolError(f"a loss mask of {len(mask)} runs for {tokens} tokens")
         return labels, None if mask is None else check_loss_mask(mask)
-    except ProtocolError as e:
+    except (ProtocolError, TypeError) as e:
         return {"hstransport_error": str(e)[:500]}, None

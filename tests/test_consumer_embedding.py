@@ -12,6 +12,7 @@ from rig.producer import HIDDEN, Producer, tokens
 
 from hstransport.errors import DatasetMismatchError, LeaseError, RingBusyError
 from hstransport.protocol import ABORTED, FINISHED
+from hstransport.ring import RingReader
 
 
 @pytest.fixture
@@ -214,3 +215,46 @@ def test_importing_needs_neither_torch_nor_sglang():
         "assert 'hstransport.capture' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_next_consumer_finds_open_samples_from_their_beginning(producer, ring_dir):
+    """The first one leaves while a sample is open: nothing of it was freed."""
+    producer.sample("first", 3)
+    half = producer.start("half", 4)
+    a = producer.rows((half, 0, 2))
+    with attach(ring_dir) as samples:
+        for sample in samples:
+            assert sample.id == "first"
+            producer.sample("between", 3)
+            break
+    b = producer.rows((half, 2, 2))
+    producer.exporter.end(half, FINISHED, 4, tokens(0))
+    producer.close()
+    with attach(ring_dir) as samples:
+        got = {s.id: s.copy().hidden_states for s in samples}
+        assert samples.skipped == {}
+    assert np.array_equal(got["half"], np.concatenate([a, b], axis=1).transpose(1, 0, 2))
+
+
+def test_sample_whose_beginning_is_gone_is_counted(producer, ring_dir):
+    half = producer.start("half", 4)
+    producer.rows((half, 0, 2))
+    reader = RingReader.attach(producer.place.path)
+    while (record := reader.read()) is not None:
+        record.release()
+    reader.close()
+    producer.exporter.end(half, FINISHED, 4, tokens(0))
+    producer.close()
+    with attach(ring_dir, states=None) as samples:
+        assert list(samples) == []
+    assert samples.skipped == {"lost": 1}
+
+
+def test_consumer_attaches_once_the_other_has_left(producer, ring_dir):
+    producer.sample("a", 3)
+    first = attach(ring_dir)
+    leaving = threading.Timer(0.5, first.close)
+    leaving.start()
+    with attach(ring_dir) as samples:
+        assert next(iter(samples)).id == "a"
+    leaving.join()

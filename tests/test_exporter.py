@@ -241,3 +241,19 @@ def test_close_is_idempotent_and_leaves_what_is_unread(make):
     producer.close()
     assert producer.place.path.exists()
     assert len(take(reader)) == 1
+
+
+def test_prompt_too_long_for_the_ring_is_named_and_harms_nobody_else(make):
+    """Its START could never be written, and must not wait for ever in front of the others."""
+    producer, reader = make()
+    long = producer.exporter.start("long", "r", tokens(400_000))
+    producer.rows((long, 0, 10))
+    producer.exporter.end(long, FINISHED, 400_000, tokens(300_000))
+    producer.sample("short", 10)
+    got = take(reader)
+    assert [e.id for k, e, _ in got if k == START] == ["long", "short"]
+    ends = [e for k, e, _ in got if k == END]
+    assert ends[0].dropped > 0
+    assert ends[0].tokens == 400_000
+    assert ends[1].dropped == 0
+    assert [e.segments for k, e, _ in got if k == ROWS] == [((1, 0, 10),)]

@@ -126,17 +126,17 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert not list(ring_dir.rglob("*.ring"))
 
 
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_full_disk_loses_nothing(producer, ring_dir, tmp_path, monkeypatch):
     states = producer.sample("a", 50)
     streams = Streams(ring_dir, None)
     writer = DatasetWriter(tmp_path)
     packer = Packer(streams, writer, flush_s=0.0)
     real = os.pwritev
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwritev", full)
+    monkeypatch.setattr(os, "pwritev", full_disk)
     with pytest.raises(OSError, match="No space"):
         for _ in range(100):
             packer.step(0.01)
@@ -308,3 +308,76 @@ def test_bad_arguments_are_named(ring_dir, tmp_path, args, told):
 
 def test_help_shows_an_example():
     assert "hstransport-consumer --out /data/shards" in run("--help").stdout
+
+
+def test_rows_whose_beginning_another_consumer_took_are_counted(producer, ring_dir, tmp_path):
+    half = producer.start("half", 4)
+    reader = RingReader.attach(producer.place.path)
+    reader.read().release()
+    reader.close()
+    producer.rows((half, 0, 4))
+    producer.exporter.end(half, FINISHED, 4, tokens(0))
+    producer.close()
+    totals = pack(ring_dir, tmp_path).totals
+    assert (totals.orphan_rows, totals.anomalies) == (4, 1)
+
+
+def test_damaged_ring_is_given_up_and_the_others_go_on(producer, ring_dir, tmp_path):
+    other = Producer(ring_dir, rank=1)
+    states = other.sample("good", 4)
+    producer.start("damaged", 4)
+    at = producer.ring.head
+    producer.sample("behind", 4)
+    with producer.place.path.open("r+b") as f:
+        f.seek(4096 + at + 8)
+        f.write((12345).to_bytes(8, "little"))  # its record_bytes
+    other.close()
+    streams = Streams(ring_dir, None)
+    writer = DatasetWriter(tmp_path)
+    packer = Packer(streams, writer, flush_s=0.0)
+    for _ in range(20):
+        packer.step(0.0)
+    packer.close()
+    writer.close()
+    dataset = open_shards(tmp_path, states=None)
+    assert np.array_equal(dataset["good"].hidden_states, states.transpose(1, 0, 2))
+    assert dataset["damaged"].state == "unfinished"
+    assert producer.place.path.exists(), "left for a person to look at"
+    assert list(streams.refused) == [producer.place.path]
+
+
+def test_runs_of_other_sessions_stay_open(producer, ring_dir, tmp_path):
+    half = producer.start("half", 4)
+    first = producer.rows((half, 0, 2))
+    pack(ring_dir, tmp_path, until_idle=False)
+    other = Producer(ring_dir, session="t", run="cd" * 6)
+    other.sample("b", 3)
+    other.close()
+    pack(ring_dir, tmp_path, session="t")
+    second = producer.rows((half, 2, 2))
+    producer.exporter.end(half, FINISHED, 4, tokens(0))
+    producer.close()
+    pack(ring_dir, tmp_path, session="s")
+    joined = np.concatenate([first, second], axis=1).transpose(1, 0, 2)
+    assert np.array_equal(open_shards(tmp_path)["half"].hidden_states, joined)
+
+
+def test_full_disk_at_the_end_of_a_run_is_tried_again(producer, ring_dir, tmp_path, monkeypatch):
+    producer.start("open", 4)
+    producer.close()
+    streams = Streams(ring_dir, None)
+    writer = DatasetWriter(tmp_path)
+    packer = Packer(streams, writer, flush_s=0.0)
+    while not packer.totals.records:
+        packer.step(0.01)
+    real = os.pwritev
+    monkeypatch.setattr(os, "pwritev", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        packer.step(0.01)
+    assert not packer.idle
+    monkeypatch.setattr(os, "pwritev", real)
+    packer.step(0.01)
+    assert packer.idle
+    packer.close()
+    writer.close()
+    assert open_shards(tmp_path, states=None)["open"].state == "unfinished"

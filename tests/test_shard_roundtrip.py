@@ -276,7 +276,7 @@ def test_a_closed_run_leaves_unfinished_samples(tmp_path: Path) -> None:
     with DatasetWriter(tmp_path) as writer:
         script.write(writer, [])
     with DatasetWriter(tmp_path) as writer:
-        assert writer.open_runs() == [(script.info.run, 0)]
+        assert writer.open_runs() == [script.info]
         closed = writer.close_run(script.info.run, 0, "the server died")
         assert {(e.id, e.state, e.tokens) for e in closed} == {
             ("sample-1", "unfinished", 20),

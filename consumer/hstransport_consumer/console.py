@@ -77,9 +77,14 @@ def describe(totals: Totals, streams: Sequence[RingStream], gbs: float) -> str:
         ring,
         f"drops {drops:,}",
     ]
-    for count, what in ((totals.malformed, "malformed"), (totals.torn, "torn")):
+    for count, what in (
+        (totals.malformed, "malformed records"),
+        (totals.torn, "torn records"),
+        (totals.orphan_rows, "orphan rows"),
+        (totals.anomalies, "orphan events"),
+    ):
         if count:
-            parts.append(f"{count:,} {what} records")
+            parts.append(f"{count:,} {what}")
     return " · ".join(parts)
 
 

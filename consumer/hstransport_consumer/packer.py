@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from hstransport.errors import RingError
+
 from .stream import Received, RingStream, Streams
 from .writer import DatasetWriter
 
@@ -30,6 +32,10 @@ class Totals:
     """Ended samples by state."""
     malformed: int = 0
     torn: int = 0
+    orphan_rows: int = 0
+    """Rows of samples whose beginning another consumer took."""
+    anomalies: int = 0
+    """Beginnings and ends of samples that do not fit what came before."""
     repeated: int = 0
     """Records that an earlier consumer had already stored when it died."""
     full_waits: int = 0
@@ -81,6 +87,7 @@ class Packer:
         self._flush_s = flush_s
         self._windows: dict[RingStream, _Window] = {}
         self._next_look = 0.0
+        self._lost_runs_closed = False
         self.totals = Totals()
         self.seen = 0
         """Rings attached to so far."""
@@ -94,7 +101,11 @@ class Packer:
         self._discover()
         busy = False
         for window in list(self._windows.values()):
-            busy |= self._fill(window)
+            try:
+                busy |= self._fill(window)
+            except RingError as e:
+                self._give_up(window, e)
+                continue
             if window.due(self._flush_s):
                 self._pack(window)
                 busy = True
@@ -134,7 +145,6 @@ class Packer:
         if now < self._next_look:
             return
         self._next_look = now + _DISCOVER_EVERY_S
-        first = not self.seen
         for stream in self._streams.discover(self._writer.begin_run):
             self._windows[stream] = _Window(stream)
             self.seen += 1
@@ -148,18 +158,20 @@ class Packer:
                 stream.reader.capacity_bytes >> 20,
             )
 
-        if first and self.seen:
+        if self.seen and not self._lost_runs_closed:
             self._close_lost_runs()
+            self._lost_runs_closed = True
 
     def _close_lost_runs(self) -> None:
         """Samples left open by an earlier consumer whose ring is gone will never have an end."""
         present = self._streams.present()
-        for run, rank in self._writer.open_runs():
-            if (run, rank) not in present:
-                ended = self._writer.close_run(run, rank, "the ring of its run is gone")
+        for info in self._writer.open_runs():
+            # Rings of other sessions may lie anywhere.
+            if info.session == self._streams.session and (info.run, info.rank) not in present:
+                ended = self._writer.close_run(info.run, info.rank, "the ring of its run is gone")
                 self.totals.states.update(e.state for e in ended)
                 logger.warning(
-                    "run %s is gone with its ring, %d samples unfinished", run, len(ended)
+                    "run %s is gone with its ring, %d samples unfinished", info.run, len(ended)
                 )
 
     def _fill(self, window: _Window) -> bool:
@@ -193,15 +205,34 @@ class Packer:
         totals.records += len(records)
         totals.raw_bytes += result.raw_bytes
         totals.stored_bytes += result.stored_bytes
-        totals.tokens += result.raw_bytes // info.row_bytes
+        totals.tokens += result.rows
+        totals.orphan_rows += result.orphan_rows
+        totals.anomalies += result.anomalies
+        if result.orphan_rows or result.anomalies:
+            logger.warning(
+                "run %s: %d rows and %d events belong to samples whose beginning is not here: "
+                "another consumer took it, or it was lost",
+                info.run,
+                result.orphan_rows,
+                result.anomalies,
+            )
         totals.states.update(ended.state for ended in result.ended)
         window.clear()  # only now may the server reuse the bytes
 
-    def _end(self, window: _Window) -> None:
+    def _give_up(self, window: _Window, error: RingError) -> None:
+        """The ring is damaged: keep what was read, name the rest, go on with the other rings."""
+        logger.error("ring %s is given up: %s", window.stream.place.path, error)
+        if window.received:
+            self._pack(window)
+        self._streams.refuse(window.stream.place.path, str(error))
+        self._end(window, f"the ring is damaged: {error}"[:500])
+
+    def _end(self, window: _Window, why: str = "the server ended") -> None:
         """The ring's producer is gone and all it committed is stored."""
         stream = window.stream
+        # First: on a full disk this raises, and the next step must find the window here.
+        ended = self._writer.close_run(stream.info.run, stream.info.rank, why)
         del self._windows[stream]
-        ended = self._writer.close_run(stream.info.run, stream.info.rank, "the server ended")
         self.totals.states.update(e.state for e in ended)
         removed = self._streams.drop(stream)
         logger.info(

@@ -160,12 +160,22 @@ class LiveSample:
 class _Open:
     """A sample whose END has not come."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, lease: _Lease) -> None:
         self.start = start
+        # Held too, so that a consumer that comes later finds the sample from its beginning on.
+        self.lease: _Lease | None = lease
+        lease.take()
         self.fragments: list[_Fragment] = []
         self.coverage = Coverage()
         self.copied = 0
         self.given_up = False
+
+    def leave_ring(self) -> int:
+        """Copy everything out of the ring; returns the bytes now held in memory of our own."""
+        if self.lease is not None:
+            lease, self.lease = self.lease, None
+            lease.drop()
+        return sum(fragment.copy_out() for fragment in self.fragments)
 
     def add(self, position: int, states: States, lease: _Lease) -> None:
         """Keep the rows at positions that have none yet; a repetition is surplus."""
@@ -183,6 +193,8 @@ class _Assembler:
         self._open: dict[int, _Open] = {}
         self._memory_bytes = memory_bytes
         self._copied = 0
+        self.lost = 0
+        """Samples whose beginning an earlier consumer had taken with it."""
 
     def feed(self, received: Received) -> LiveSample | None:
         lease = _Lease(received.record)
@@ -190,7 +202,7 @@ class _Assembler:
         try:
             event = received.event
             if isinstance(event, Start):
-                self._open[event.sid] = _Open(event)
+                self._open[event.sid] = _Open(event, lease)
             elif isinstance(event, Rows) and received.states is not None:
                 self._rows(event, received.states, lease)
             elif isinstance(event, End):
@@ -215,10 +227,15 @@ class _Assembler:
 
     def _end(self, end: End) -> LiveSample | None:
         sample = self._open.pop(end.sid, None)
-        return None if sample is None else self._sample(sample, end)
+        if sample is None:
+            self.lost += 1
+            return None
+        return self._sample(sample, end)
 
     def _sample(self, sample: _Open, end: End | None) -> LiveSample:
         self._copied -= sample.copied
+        if sample.lease is not None:
+            sample.lease.drop()
         coverage = sample.coverage
         if end is None:
             state, limit = State.UNFINISHED, None
@@ -256,10 +273,9 @@ class _Assembler:
         if reader.cursor - reader.tail <= reader.capacity_bytes // 2:
             return
         for sample in self._open.values():
-            for fragment in sample.fragments:
-                copied = fragment.copy_out()
-                sample.copied += copied
-                self._copied += copied
+            copied = sample.leave_ring()
+            sample.copied += copied
+            self._copied += copied
         while self._copied > self._memory_bytes:
             worst = max(self._open.values(), key=lambda s: s.copied)
             self._copied -= worst.copied
@@ -290,7 +306,7 @@ class Consumer:
         self._info: SessionInfo | None = None
         self._current: LiveSample | None = None
         self.skipped: dict[str, int] = {}
-        """Samples not yielded, by state."""
+        """Samples not yielded, by state; ``lost``: an earlier consumer took their beginning."""
 
     @classmethod
     def attach(
@@ -369,7 +385,10 @@ class Consumer:
                 received = stream.read()
                 if received is not None:
                     busy = True
+                    lost = assembler.lost
                     sample = assembler.feed(received)
+                    if assembler.lost > lost:
+                        self.skipped["lost"] = self.skipped.get("lost", 0) + 1
                     if sample is not None:
                         yield sample
                 elif stream.ended():

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hstransport.channel import Subscriber
-from hstransport.errors import ConfigError, ProtocolError, RingError
+from hstransport.errors import ConfigError, ProtocolError, RingBusyError, RingError
 from hstransport.protocol import Event, Rows, SessionInfo, unpack_event, unpack_info
 from hstransport.ring import Record, RingReader
 from hstransport.session import RingPath, find_rings, find_sessions
@@ -130,7 +130,8 @@ class Streams:
         self.session = session
         self.subscriber = Subscriber()
         self.live: list[RingStream] = []
-        self._refused: dict[Path, str] = {}
+        self._refused: set[Path] = set()
+        self._reasons: dict[Path, str] = {}
 
     def discover(self, accept: Callable[[SessionInfo], None]) -> list[RingStream]:
         """Attach to rings not seen before. ``accept`` raises for a run that does not fit.
@@ -146,24 +147,37 @@ class Streams:
                 stream = RingStream(place)
             except FileNotFoundError:
                 continue  # its owner unlinked it between the two looks
+            except RingBusyError as e:
+                self._say_once(place.path, str(e))  # its consumer may end: look again
+                continue
             except (RingError, ProtocolError, PermissionError) as e:
-                self._refused[place.path] = str(e)
-                logger.warning("ring %s is left alone: %s", place.path, e)
+                self.refuse(place.path, str(e))
                 continue
             try:
                 accept(stream.info)
             except BaseException:
                 stream.close()
                 raise
+            self._reasons.pop(place.path, None)
             self.subscriber.connect(place.endpoint)
             self.live.append(stream)
             found.append(stream)
         return found
 
+    def refuse(self, path: Path, why: str) -> None:
+        """Leave this ring alone from now on."""
+        self._refused.add(path)
+        self._say_once(path, why)
+
+    def _say_once(self, path: Path, why: str) -> None:
+        if self._reasons.get(path) != why:
+            self._reasons[path] = why
+            logger.warning("ring %s is left alone: %s", path, why)
+
     @property
     def refused(self) -> dict[Path, str]:
-        """Rings that cannot be used, with the reason."""
-        return dict(self._refused)
+        """Rings that cannot be used, or could not when last looked at, with the reason."""
+        return dict(self._reasons)
 
     def present(self) -> set[tuple[str, int]]:
         """(run, rank) of every ring of the session, those that cannot be used included."""

@@ -104,9 +104,9 @@ class DatasetWriter:
         state = self._progress.get((run, rank))
         return state.next_seq if state else 0
 
-    def open_runs(self) -> list[tuple[str, int]]:
+    def open_runs(self) -> list[SessionInfo]:
         """The runs that have samples without an end."""
-        return [key for key, run in self._progress.items() if run.open]
+        return [run.info for run in self._progress.values() if run.open]
 
     def write_window(
         self,

@@ -1,0 +1,222 @@
+"""The tap, with requests of a server that is not SGLang, over a real ring."""
+
+import numpy as np
+import pytest
+from rig.producer import HIDDEN, Producer, tokens
+
+from hstransport.protocol import ABORTED, END, FINISHED, ROWS, START, unpack_event
+from hstransport.ring import RingReader
+from hstransport.tap import Pass, Tap
+
+
+class Fake:
+    """A request, and at the same time the server's own object behind it."""
+
+    def __init__(self, rid, prompt, *, tags=None, unfit="", probe=False):
+        self.rid, self.prompt, self.probe = rid, np.asarray(prompt, np.int32), probe
+        self.tags = {} if tags is None else tags
+        self.output = tokens(0)
+        self.over = self.retracted = False
+        self._unfit = unfit
+
+    def unfit(self):
+        return self._unfit
+
+    def reason(self):
+        return (FINISHED, "") if self.over else (ABORTED, "aborted while waiting")
+
+
+class Server:
+    """Runs passes through a tap; the states of token t at any layer are all t."""
+
+    def __init__(self, ring_dir, *, rows="all", tagged_only=False, **options):
+        self.producer = Producer(ring_dir, rows=rows, **options)
+        self.tap = Tap(
+            self.producer.info, self.producer.exporter, lambda r: r, tagged_only=tagged_only
+        )
+        self.reader = RingReader.attach(self.producer.place.path)
+
+    def run(self, *batch, padding=0):
+        """One pass over ``(request, position, token ids)`` each."""
+        counts = [len(ids) for _, _, ids in batch]
+        step = Pass([position for _, position, _ in batch], counts)
+        spans = self.tap.guarded(self.tap.plan, [request for request, _, _ in batch], step)
+        ids = np.concatenate([np.asarray(i, np.uint16) for _, _, i in batch])
+        ids = np.pad(ids, (0, padding))
+        final = np.repeat(ids[:, None], HIDDEN, axis=1)
+        if spans:
+            self.tap.guarded(self.tap.take, spans, (final, [final, final]))
+
+    def finish(self, *requests):
+        for request in requests:
+            request.over = True
+        self.tap.guarded(self.tap.sweep)
+
+    def samples(self):
+        """``[(id, END, {position: value})]`` in the order of their ends."""
+        open_samples, done = {}, []
+        while (record := self.reader.read()) is not None:
+            event = unpack_event(record.kind, record.meta)
+            if record.kind == START:
+                open_samples[event.sid] = (event, {})
+            elif record.kind == ROWS:
+                states = record.payload.view(np.uint16).reshape(3, event.rows, HIDDEN)
+                row = 0
+                for sid, position, n in event.segments:
+                    for i in range(n):
+                        open_samples[sid][1][position + i] = int(states[0, row + i, 0])
+                    row += n
+            elif record.kind == END:
+                start, rows = open_samples.pop(event.sid)
+                done.append((start, event, rows))
+            record.release()
+        return done
+
+
+@pytest.fixture
+def server(ring_dir):
+    server = Server(ring_dir)
+    yield server
+    server.producer.close()
+
+
+def test_prefill_in_chunks_and_decode_become_one_sample(server):
+    a = Fake("a", [10, 11, 12, 13])
+    server.run((a, 0, [10, 11]), padding=6)
+    server.run((a, 2, [12, 13]))
+    server.run((a, 4, [50]))
+    server.run((a, 5, [51]))  # the overlap scheduler's surplus pass
+    a.output = np.array([50, 51], np.int32)
+    server.finish(a)
+    ((start, end, rows),) = server.samples()
+    assert (start.id, end.reason, end.tokens) == ("a", FINISHED, 5)
+    assert rows == {0: 10, 1: 11, 2: 12, 3: 13, 4: 50, 5: 51}
+
+
+def test_prompt_mode_keeps_the_prompts_rows_only(ring_dir):
+    server = Server(ring_dir, rows="prompt")
+    a = Fake("a", [10, 11])
+    server.run((a, 0, [10, 11, 50]))  # prefilled again with what it had generated
+    a.output = np.array([50], np.int32)
+    server.finish(a)
+    ((_, end, rows),) = server.samples()
+    assert end.tokens == 2
+    assert rows == {0: 10, 1: 11}
+    server.producer.close()
+
+
+def test_two_live_requests_of_one_id_stay_two_samples(server):
+    """SGLang checks ids in each tokenizer process only, so they may repeat."""
+    a, b = Fake("dup", [10, 11, 12]), Fake("dup", [20, 21, 22])
+    server.run((a, 2, [12]))  # its first tokens came out of the cache
+    server.run((b, 0, [20, 21, 22]))
+    server.finish(a, b)
+    (_, end_a, rows_a), (_, end_b, rows_b) = server.samples()
+    assert (end_a.cached, rows_a) == (2, {2: 12})
+    assert (end_b.cached, rows_b) == (0, {0: 20, 1: 21, 2: 22})
+
+
+def test_only_wanted_requests_are_captured_and_rows_keep_their_places(ring_dir):
+    server = Server(ring_dir, tagged_only=True)
+    named = Fake("r", [10, 11], tags={"hstransport_id": "mine"})
+    other, probe = Fake("o", [20, 21, 22]), Fake("HEALTH_CHECK_1", [1], probe=True)
+    server.run((other, 0, [20, 21, 22]), (named, 0, [10, 11]), (probe, 0, [1]))
+    server.finish(named, other, probe)
+    ((start, _, rows),) = server.samples()
+    assert (start.id, start.rid, rows) == ("mine", "r", {0: 10, 1: 11})
+    server.producer.close()
+
+
+def test_a_request_whose_states_do_not_follow_from_its_tokens_is_named(server):
+    bad = Fake("bad", [1, 1], unfit="the request has input_embeds")
+    good = Fake("good", [10, 11])
+    server.run((bad, 0, [1, 1]), (good, 0, [10, 11]))
+    server.finish(bad, good)
+    (start, end, rows), (_, other, _) = server.samples()
+    assert (start.id, end.reason, rows) == ("bad", ABORTED, {})
+    assert "input_embeds" in end.detail
+    assert other.reason == FINISHED
+
+
+def test_requests_that_vanish_are_ended_as_aborted(server):
+    a, b = Fake("a", [10, 11]), Fake("b", [20, 21])
+    server.run((a, 0, [10, 11]), (b, 0, [20, 21]))
+    b.retracted = True
+    assert server.tap.retracted() == {id(b)}
+    server.tap.guarded(server.tap.sweep, {id(b)})
+    server.finish(a)
+    (_, end_b, _), (_, end_a, _) = server.samples()
+    assert (end_b.reason, end_a.reason) == (ABORTED, FINISHED)
+
+
+def test_a_batch_that_is_not_understood_costs_its_samples_only(server):
+    a, b = Fake("a", [10, 11]), Fake("b", [20, 21])
+    server.run((a, 0, [10, 11]))
+    server.tap.guarded(server.tap.give_up, [a], "a batch of 1 requests has 3 sequences")
+    server.run((b, 0, [20, 21]))
+    server.finish(a, b)
+    (start, end, _), (_, other, rows) = server.samples()
+    assert (start.id, end.reason) == ("a", ABORTED)
+    assert "3 sequences" in end.detail
+    assert (other.reason, rows) == (FINISHED, {0: 20, 1: 21})
+
+
+def test_an_error_ends_capture_and_never_reaches_the_server(server):
+    a, b = Fake("a", [10, 11]), Fake("b", [20, 21])
+    server.run((a, 0, [10, 11]), (b, 0, [20, 21]))
+
+    def broken(_):
+        raise RuntimeError("output is broken")
+
+    a.__class__ = type("Broken", (Fake,), {"output": property(broken)})
+    server.finish(a, b)  # both the sweep and the way out meet the broken request
+    ((start, end, _),) = server.samples()
+    assert (start.id, end.reason) == ("b", ABORTED)
+    assert "capture stopped" in end.detail
+    assert server.reader.closed
+    server.run((Fake("c", [1]), 0, [1]))
+    assert server.samples() == []
+
+
+def test_capture_stops_when_the_model_changes(server):
+    a = Fake("a", [10, 11])
+    server.run((a, 0, [10]))
+    server.tap.stop("the model's weights were updated")
+    server.run((a, 1, [11]))
+    ((_, end, rows),) = server.samples()
+    assert (end.reason, rows) == (ABORTED, {0: 10})
+    assert "weights" in end.detail
+
+
+@pytest.mark.parametrize(
+    ("states", "told"),
+    [
+        (None, "LogitsProcessor"),
+        ((np.zeros((2, HIDDEN), np.uint16), None), "no captured layers"),
+        ((np.zeros((2, HIDDEN), np.uint16), [np.zeros((2, HIDDEN), np.uint16)]), "1 layers"),
+        ((np.zeros((1, HIDDEN), np.uint16),) * 2, "expected"),
+        ((np.zeros((1, HIDDEN), np.uint16), [np.zeros((2, HIDDEN), np.uint16)] * 2), "1 rows"),
+    ],
+)
+def test_states_that_do_not_fit_the_batch_end_capture(server, states, told, caplog):
+    a = Fake("a", [10, 11])
+    spans = server.tap.plan([a], Pass([0], [2]))
+    server.tap.guarded(server.tap.take, spans, states)
+    ((_, end, rows),) = server.samples()
+    assert (end.reason, rows) == (ABORTED, {})
+    assert told in end.detail
+
+
+def test_bad_labels_and_masks_become_a_label_that_says_so(server):
+    for tags in (
+        {"hstransport_labels": {"a": [1]}},
+        {"hstransport_loss_mask": "x" * 3},
+        {"hstransport_loss_mask": 5},
+        {"hstransport_loss_mask": [1] * 1000},
+    ):
+        request = Fake("a", [10, 11], tags=tags)
+        server.run((request, 0, [10, 11]))
+        server.finish(request)
+    got = server.samples()
+    assert len(got) == 4
+    assert all("hstransport_error" in start.labels for start, _, _ in got)
