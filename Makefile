@@ -20,7 +20,7 @@ demo: setup ## serve SmolLM2, extract hidden states of demo/prompts.jsonl into d
 	@PYTHONPATH=tests $(PY) demo/run.py
 
 test: setup ## all tests, those with a real SGLang server too
-	@$(PY) -m pytest -n 2 --dist loadgroup $(ARGS)
+	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-fast: setup ## the tests that start no server
 	@$(PY) -m pytest -m "not sglang" $(ARGS)

@@ -34,14 +34,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(reason)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under xdist, the tests of a module that share servers stay in one process."""
-    for item in items:
-        if item.get_closest_marker("sglang") and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 def _shm_dir() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="hstransport-test-", dir=SHM))
     yield path

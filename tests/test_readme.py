@@ -71,7 +71,6 @@ def test_ci_runs_the_tests_as_the_readme_says():
 
 
 @pytest.mark.sglang
-@pytest.mark.xdist_group("smollm2")
 def test_make_demo_ends_with_verified_shards(demo):
     assert "every checksum, every row" in demo
     shards = list((ROOT / "data" / "shards").glob("shard-*.zst"))
@@ -81,7 +80,6 @@ def test_make_demo_ends_with_verified_shards(demo):
 
 
 @pytest.mark.sglang
-@pytest.mark.xdist_group("smollm2")
 def test_demo_is_real_and_a_third_smaller(demo, capsys):
     import json
 
@@ -94,7 +92,6 @@ def test_demo_is_real_and_a_third_smaller(demo, capsys):
 
 
 @pytest.mark.sglang
-@pytest.mark.xdist_group("smollm2")
 def test_reading_code_runs_on_the_demos_shards(demo):
     code = CODE[0].replace("/data/shards", str(ROOT / "data" / "shards"))
     code = code.replace("my-id", "x").replace("read(100, 200, layers=[16])", "read(0, 9, [2])")
@@ -114,7 +111,6 @@ def test_embedding_code_runs(ring_dir):
 
 
 @pytest.mark.sglang
-@pytest.mark.xdist_group("smollm2")
 def test_four_lines_for_ones_own_server(model_dir, ring_dir, tmp_path):
     """The README's lines themselves, with the CPU's arguments added to the server's."""
     prompts = tmp_path / "prompts.jsonl"

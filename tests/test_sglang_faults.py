@@ -256,12 +256,15 @@ def test_server_killed_in_mid_work_leaves_named_samples_and_no_ring(
     [
         ({"HSTRANSPORT_ROWS": "some"}, "HSTRANSPORT_ROWS='some': allowed are prompt and all"),
         ({"HSTRANSPORT_LAYERS": "2,6"}, "layer 6 of LlamaForCausalLM cannot be captured"),
+        ({"ARGS": "--enable-torch-compile"}, "enable_torch_compile=True"),
+        ({"ARGS": "--dtype float32"}, "add --dtype bfloat16"),
     ],
 )
-def test_bad_setting_stops_the_server_at_start(model_dir, ring_dir, env, told):
-    server = SGLangServer(
-        model_dir("llama"), env={"HSTRANSPORT": "1", "HSTRANSPORT_DIR": str(ring_dir), **env}
-    )
+def test_what_cannot_be_captured_stops_the_server_at_start(model_dir, ring_dir, env, told):
+    env = dict(env)
+    args = env.pop("ARGS", "").split()
+    env |= {"HSTRANSPORT": "1", "HSTRANSPORT_DIR": str(ring_dir)}
+    server = SGLangServer(model_dir("llama"), env=env, extra_args=args)
     with pytest.raises(ServerDied) as died:
         server.start()
     assert told in str(died.value)

@@ -37,7 +37,7 @@ class Case(NamedTuple):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((model, config), id=f"{model}-{config}", marks=pytest.mark.xdist_group(model))
+        pytest.param((model, config), id=f"{model}-{config}")
         for model in MODELS
         for config in CONFIGS
     ],
