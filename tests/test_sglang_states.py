@@ -5,6 +5,8 @@ final state otherwise) and the sample that the consumer packed.
 """
 
 import concurrent.futures
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -23,9 +25,11 @@ CONFIGS = {
     "final": {"layers": "final"},
 }
 SAME = 0.999
-# Share of tokens that must agree. Near a tie the router of a mixture of experts sends a token to
+# Share of tokens that must agree, and how far the others may be off. In a real model of 30 layers a
+# token in a hundred is at 0.998 when prefill is cut into chunks: bf16 sums in another order. Near a tie the router of a mixture of experts sends a token to
 # another expert in another engine, and that token's state differs from there on.
-LIKE = {"llama": 1.0, "qwen3": 1.0, "smollm2": 1.0, "dsv3": 0.75}
+ROUGHLY = 0.99
+LIKE = {"llama": 1.0, "qwen3": 1.0, "smollm2": 0.98, "dsv3": 0.75}
 
 
 class Case(NamedTuple):
@@ -106,7 +110,10 @@ def test_states_equal_what_sglang_returns(case, consumer):
 
 @pytest.fixture(scope="module")
 def reference(model_dir):
-    """``reference(model, ids)``: transformers' fp32 states ``[n + 1, tokens, hidden]``, lm_head."""
+    """``reference(model, ids)``: transformers' states ``[n + 1, tokens, hidden]``, lm_head.
+
+    In fp32, so that what differs is SGLang's own rounding and not that of two engines.
+    """
     import torch
     import transformers
 
@@ -116,7 +123,7 @@ def reference(model_dir):
         if model not in loaded:
             loaded.clear()
             loaded[model] = transformers.AutoModelForCausalLM.from_pretrained(
-                model_dir(model), dtype=torch.bfloat16
+                model_dir(model), dtype=torch.float32
             )
         net = loaded[model]
         with torch.no_grad():
@@ -127,9 +134,25 @@ def reference(model_dir):
     return states
 
 
-def test_layers_and_final_are_those_of_transformers(case, consumer, reference):
+def sentences(model_dir, count):
+    """The first chats of the demo, as the model's own template renders them."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    lines = (Path(__file__).parent.parent / "demo" / "prompts.jsonl").read_text().splitlines()
+    chats = [json.loads(line)["messages"] for line in lines[:count]]
+    return {
+        f"chat-{i}": list(tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"])
+        for i, chat in enumerate(chats)
+    }
+
+
+def test_layers_and_final_are_those_of_transformers(case, consumer, reference, model_dir):
     """``hidden_states[k]`` of transformers is canonical layer k for k < n, ``[n]`` is post-norm."""
-    requests = named("truth-", 4, seed=4, low=20)
+    if case.model == "smollm2":
+        requests = sentences(model_dir("smollm2"), 4)
+    else:
+        requests = named("truth-", 4, seed=4, low=20)
     answers = {i: ask(case.server, i, ids) for i, ids in requests.items()}
     samples = consumer.wait_for(requests)
     for sample_id, ids in requests.items():
@@ -143,6 +166,8 @@ def test_layers_and_final_are_those_of_transformers(case, consumer, reference):
                 theirs, neighbours = states[layer], states[[layer - 1, layer + 1]]
             same = cosines(mine, theirs) >= SAME
             assert same.mean() >= LIKE[case.model], (sample_id, layer, same.mean())
+            if case.model != "dsv3":
+                assert cosines(mine, theirs).min() >= ROUGHLY, (sample_id, layer)
             # The measure tells neighbours apart: a shift by one layer would not pass.
             for other in neighbours:
                 assert (cosines(mine, other) >= SAME).mean() < 0.1, (sample_id, layer)
