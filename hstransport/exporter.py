@@ -231,7 +231,6 @@ class Exporter:
         payload_bytes = count * self._info.row_bytes
         slot = self._reserve(kind, meta, payload_bytes, self._wait_s)
         if slot is None:
-            self._ring.record_drop(payload_bytes)
             for span in live:
                 self._drop(span)
             return
@@ -322,6 +321,7 @@ class Exporter:
             )
 
     def _drop(self, span: RowSpan) -> None:
+        self._ring.record_drop(span.rows * self._info.row_bytes)
         span.sample.dropped += span.rows
         self._rows_dropped += span.rows
         self._complain("the ring is full")

@@ -69,7 +69,7 @@ def test_disk_that_is_too_small_is_status_1(capsys, tmp_path):
         ([], "give either --model, or --hidden and --num-layers"),
         (["--hidden", "8"], "--hidden and --num-layers go together"),
         ([*SHAPE], "give either --tokens or --prompts"),
-        ([*SHAPE, "--tokens", "1", "--layers", "62"], "--layers: 62 is not from 0 to 61"),
+        ([*SHAPE, "--tokens", "1", "--layers", "62"], "--layers: 62 cannot be captured"),
         ([*SHAPE, "--tokens", "1", "--layers", "last"], "--layers 'last'"),
         (["--model", "no-such-folder", "--tokens", "1"], "no-such-folder"),
     ],

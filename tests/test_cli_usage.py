@@ -83,7 +83,8 @@ def test_unreachable_server_is_status_3(capsys, tmp_path, prompts):
         capsys, "extract", "--server", url, "--prompts", prompts, "--out", tmp_path
     )
     assert (status, out) == (3, "")
-    assert err.startswith(f"hstransport: error: {url}/model_info: ")
+    assert err.startswith(f"hstransport: error: no server answers at {url} (")
+    assert "HSTRANSPORT=1" in err
     assert err.count("\n") == 1
 
 

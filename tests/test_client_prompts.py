@@ -84,8 +84,8 @@ def test_bad_line_is_refused_by_number_with_the_reason(tmp_path, line, reason):
     assert [p.text for p in found.prompts] == ["good", "good too"]
     ((number, _),) = found.bad
     assert number == 2
-    with pytest.raises(BadPrompts, match=rf"1 lines cannot be sent(.|\n)*line 2: .*{reason}"):
-        raise BadPrompts(path, found.bad)
+    with pytest.raises(BadPrompts, match=rf"1 lines cannot be used(.|\n)*line 2: .*{reason}"):
+        raise BadPrompts(path, found.bad, "correct them")
 
 
 def test_id_follows_from_what_is_sent_and_from_nothing_else(tmp_path):

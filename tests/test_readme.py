@@ -47,7 +47,7 @@ def test_readme_has_the_commands_that_are_tested_here():
     assert COMMANDS == [
         "make demo",
         "make test",
-        "pip install hstransport",
+        "pip install .",
         "HSTRANSPORT=1 python -m sglang.launch_server --model-path MODEL --port 30000",
         "hstransport-consumer --out /data/shards",
         "hstransport extract --server http://127.0.0.1:30000 --prompts prompts.jsonl "

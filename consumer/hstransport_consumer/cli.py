@@ -34,8 +34,8 @@ example:
 The consumer waits for a server if there is none yet, runs until it is interrupted (Ctrl-C or
 SIGTERM, which leave all that was received on disk), and goes on in the same directory next time.
 
-exit status: 0 stopped in order; 1 something went wrong; 2 bad arguments, or a directory, session
-or ring that cannot be used.
+exit status: 0 stopped in order; 1 a bug; 2 bad arguments, or a directory or session that cannot
+be used. A ring that cannot be used is named in the log and left alone.
 """
 
 
@@ -83,9 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--flush-s",
-        type=float,
+        type=_positive_seconds,
         default=0.5,
-        help="pack what has come after this many seconds though it is little (default: 0.5)",
+        help="pack what has come after this many seconds, however little (default: 0.5)",
     )
     parser.add_argument(
         "--exit-when-done", action="store_true", help="stop once the server has ended"
@@ -103,6 +103,16 @@ def _positive(text: str) -> int:
 
 
 _positive.__name__ = "positive number"  # argparse names it in its message
+
+
+def _positive_seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError
+    return value
+
+
+_positive_seconds.__name__ = "positive number"
 
 
 class _Stop:
@@ -126,6 +136,8 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
         shard_bytes = parse_size(arguments.shard_size)
     except ValueError as e:
         raise HsTransportError(f"--shard-size: {e}") from None
+    if shard_bytes < 1:
+        raise HsTransportError("--shard-size: at least one byte, such as 4GiB")
     stop = _Stop()
     writer = DatasetWriter(
         arguments.out,
@@ -155,10 +167,15 @@ def _loop(
             packer.step()
         except OSError as e:
             _wait_for_room(e, stop)
-            packer.totals.full_waits += 1
         if not waiting and not packer.seen:
             waiting = True
-            logger.info("waiting for a server under %s", streams.root)
+            what = f"session {streams.session}" if streams.session else "a server"
+            logger.info(
+                "waiting for %s under %s: start SGLang with HSTRANSPORT=1, or name its "
+                "HSTRANSPORT_DIR with --dir",
+                what,
+                streams.root,
+            )
         status.show(packer.totals, streams.live)
         if exit_when_done and packer.seen and packer.idle:
             break

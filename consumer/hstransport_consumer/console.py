@@ -68,7 +68,7 @@ def describe(totals: Totals, streams: Sequence[RingStream], gbs: float) -> str:
     used = sum(s.reader.used_bytes for s in streams)
     size = sum(s.reader.capacity_bytes for s in streams)
     ring = f"ring {100 * used / size:.0f} %" if size else "no server"
-    drops = sum(s.reader.counters.dropped_records for s in streams)
+    drops = totals.dropped + sum(s.reader.counters.dropped_records for s in streams)
     parts = [
         f"{totals.samples:,} samples" + (f" ({states})" if states else ""),
         f"{totals.tokens:,} tokens",
@@ -78,6 +78,7 @@ def describe(totals: Totals, streams: Sequence[RingStream], gbs: float) -> str:
         f"drops {drops:,}",
     ]
     for count, what in (
+        (totals.repeated, "repeated records"),
         (totals.malformed, "malformed records"),
         (totals.torn, "torn records"),
         (totals.orphan_rows, "orphan rows"),

@@ -250,7 +250,10 @@ def read_header(fd: int, size: int, path: Path) -> tuple[Header, int]:
     known = struct.pack("<I", _MAGIC) + HEADER
     seen = start[:4] + start[8:12]
     if (len(seen) == 8 and seen != known) or not known.startswith(seen[:4]):
-        raise NotAShardError(f"{path} begins with {start[:12]!r}: it is not an hstransport shard")
+        raise NotAShardError(
+            f"{path} begins with {start[:12]!r}: it is not an "
+            "hstransport shard, move it out of the directory"
+        )
     frame = read_frame(fd, 0, size, path)
     raw = frame.map()
     version = raw.get("version")

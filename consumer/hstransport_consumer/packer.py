@@ -30,6 +30,8 @@ class Totals:
     stored_bytes: int = 0
     states: Counter[str] = field(default_factory=Counter)
     """Ended samples by state."""
+    dropped: int = 0
+    """Drops of rings that have ended; those of the others stand in their headers."""
     malformed: int = 0
     torn: int = 0
     orphan_rows: int = 0
@@ -38,8 +40,6 @@ class Totals:
     """Beginnings and ends of samples that do not fit what came before."""
     repeated: int = 0
     """Records that an earlier consumer had already stored when it died."""
-    full_waits: int = 0
-    """Windows that had to wait because the disk was full."""
 
     @property
     def samples(self) -> int:
@@ -234,6 +234,7 @@ class Packer:
         ended = self._writer.close_run(stream.info.run, stream.info.rank, why)
         del self._windows[stream]
         self.totals.states.update(e.state for e in ended)
+        self.totals.dropped += stream.reader.counters.dropped_records
         removed = self._streams.drop(stream)
         logger.info(
             "session %s, run %s ended%s%s",

@@ -273,7 +273,9 @@ def _open_all(path: Path, partial: bool) -> list[Shard]:
         raise FileNotFoundError(f"{path} does not exist: name a directory of shards, or a shard")
     entries = list_shards(path)
     if not entries:
-        raise FileNotFoundError(f"{path} holds no shards (shard-NNNNNN.zst)")
+        raise FileNotFoundError(
+            f"{path} holds no shards (shard-NNNNNN.zst): name the --out of hstransport-consumer"
+        )
     shards: list[Shard | None] = []
     for entry in entries:
         if not entry.partial:

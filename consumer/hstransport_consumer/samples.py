@@ -31,7 +31,7 @@ from hstransport.protocol import (
     decode_loss_mask,
 )
 from hstransport.ring import Record
-from hstransport.session import check_session_name, default_root
+from hstransport.session import check_session_name, default_root, find_sessions
 
 from .states import Coverage, State, judge
 from .stream import Received, RingStream, States, Streams
@@ -320,8 +320,9 @@ class Consumer:
     ) -> Consumer:
         """Attach to ``session`` (or the only one there is), waiting ``wait_s`` for it to appear.
 
-        ``states`` None yields every sample, whole or not. Raises TimeoutError when no session
-        appears, RingBusyError when another consumer holds it.
+        ``states`` None yields every sample, whole or not. Raises TimeoutError when no ring of the
+        session can be attached to in time; the message says why, such as that another consumer
+        holds it (a ring has one).
         """
         name = None if session is None else check_session_name(session)
         streams = Streams(Path(root) if root else default_root(), name)
@@ -331,11 +332,7 @@ class Consumer:
             refused = streams.refused
             if time.monotonic() >= deadline:
                 consumer.close()
-                why = "".join(f"; {path}: {reason}" for path, reason in refused.items())
-                raise TimeoutError(
-                    f"no session{f' {name!r}' if name else ''} under {streams.root} after "
-                    f"{wait_s:g} s: start the server with HSTRANSPORT=1{why}"
-                )
+                raise TimeoutError(_why_not(streams, name, wait_s, refused))
             time.sleep(0.05)
         return consumer
 
@@ -412,3 +409,14 @@ class Consumer:
                 f"session {info.session!r} has a run with layers {theirs.layer_names}, hidden "
                 f"{theirs.hidden} beside one with {mine.layer_names}, hidden {mine.hidden}"
             )
+
+
+def _why_not(streams: Streams, name: str | None, wait_s: float, refused: dict[Path, str]) -> str:
+    if refused:
+        why = "; ".join(f"{path}: {reason}" for path, reason in refused.items())
+        return f"no ring under {streams.root} could be attached to in {wait_s:g} s: {why}"
+    here = ", ".join(find_sessions(streams.root)) or "none"
+    return (
+        f"no session{f' {name!r}' if name else ''} under {streams.root} after {wait_s:g} s (there: "
+        f"{here}): start the server with HSTRANSPORT=1, or name its HSTRANSPORT_DIR with root="
+    )

@@ -24,7 +24,9 @@ def verify(directory: str | os.PathLike[str]) -> VerifyReport:
         raise FileNotFoundError(f"{path} is no directory: name a directory of shards")
     entries = list_shards(path)
     if not entries:
-        raise FileNotFoundError(f"{path} holds no shards (shard-NNNNNN.zst)")
+        raise FileNotFoundError(
+            f"{path} holds no shards (shard-NNNNNN.zst): name the --out of hstransport-consumer"
+        )
     report = VerifyReport()
     walked: dict[bytes, Walked] = {}
     last: tuple[int, Walked] | None = None

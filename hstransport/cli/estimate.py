@@ -29,8 +29,9 @@ exit status: 0; 1 it does not fit beside what is in --out; 2 bad arguments.
 """
 
 RATIO = 1.49
-PACK_GBS = 1.2
-"""GB/s of states that one packing thread of the consumer takes in."""
+PACK_GBS = 0.65
+"""GB/s that the consumer stores with one packing thread: the whole writer, as measured in
+benchmarks/README.md."""
 _PAUSE_S = 10.0
 """The ring should last so long while the consumer does nothing."""
 _CHUNK_TOKENS = 8192
@@ -95,9 +96,12 @@ def estimate(arguments: argparse.Namespace) -> Estimate:
     hidden, num_layers = _shape(arguments)
     choice = _layers(arguments.layers)
     ids = choice.resolve(num_layers)
-    wrong = [k for k in ids if not 0 <= k <= num_layers]
+    wrong = [k for k in ids if not 1 <= k < num_layers]
     if wrong:
-        raise ConfigError(f"--layers: {wrong[0]} is not from 0 to {num_layers} (its layers)")
+        raise ConfigError(
+            f"--layers: {wrong[0]} cannot be captured: allowed are 1 to {num_layers - 1}; for the "
+            "state after the last layer and the final norm use 'final'"
+        )
     names: list[int | str] = [*ids, *(["final"] if choice.final else [])]
     tokens, exact = _tokens(arguments)
     row_bytes = len(names) * hidden * 2
@@ -209,7 +213,7 @@ def _count(path: Path, tokenizer_path: str | None) -> tuple[int, bool]:
 
     found = read_prompts(path, tokenizer)
     if found.bad:
-        raise BadPrompts(path, found.bad)
+        raise BadPrompts(path, found.bad, "correct them")
     tokens, exact = 0, True
     for prompt in found.prompts:
         if prompt.tokens is not None:

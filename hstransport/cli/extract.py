@@ -13,7 +13,7 @@ from typing import Any
 
 from ..client.chat import ChatTokenizer
 from ..client.extract import Outcome, Settings, extract
-from ..client.http import Refused, Server
+from ..client.http import Refused, Server, Unreachable
 from ..client.progress import Progress, duration
 from ..client.prompts import BadPrompts, PromptFile, read_prompts
 from ..errors import ConfigError
@@ -37,6 +37,9 @@ generation prompt.
 example:
   hstransport-consumer --out /data/shards &
   hstransport extract --server http://127.0.0.1:30000 --prompts prompts.jsonl --out /data/shards
+
+A sample that is not whole has a state of the README's table, or refused (the server said no),
+failed (no answer), not_stored (answered, and not in DIR) or not_asked.
 
 exit status: 0 every sample is whole; 1 some are not (each is named); 2 bad arguments, prompts or
 directory, nothing was sent; 3 the server cannot be reached, or fails every request;
@@ -103,6 +106,11 @@ def run(arguments: argparse.Namespace) -> int:
     )
     try:
         info = server.model_info()
+    except Unreachable as e:
+        raise Unreachable(
+            f"no server answers at {arguments.server} ({e}): start it with HSTRANSPORT=1 python -m "
+            "sglang.launch_server ..., or correct --server"
+        ) from None
     except Refused as e:
         raise ConfigError(f"--server {arguments.server}: {e}") from None
     tokenizer = functools.cache(
@@ -112,7 +120,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
     found = read_prompts(arguments.prompts, tokenizer, arguments.limit)
     if found.bad and not arguments.skip_bad:
-        raise BadPrompts(arguments.prompts, found.bad)
+        raise BadPrompts(
+            arguments.prompts, found.bad, "correct them, or leave them out with --skip-bad"
+        )
     if not found.prompts:
         raise ConfigError(f"{arguments.prompts} has no prompt that can be sent")
     _warn_of_renamed(found)

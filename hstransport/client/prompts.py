@@ -60,13 +60,13 @@ class PromptFile:
 class BadPrompts(HsTransportError, ValueError):
     """Lines of the prompt file that cannot be sent, each by its number."""
 
-    def __init__(self, path: Path, bad: list[tuple[int, str]]) -> None:
+    def __init__(self, path: Path, bad: list[tuple[int, str]], advice: str) -> None:
         lines = [f"  line {number}: {reason}" for number, reason in bad[:_SHOWN]]
         if len(bad) > _SHOWN:
             lines.append(f"  and {len(bad) - _SHOWN} more")
         super().__init__(
-            f"{path}: {len(bad)} lines cannot be sent, so nothing was "
-            "(correct them, or leave them out with --skip-bad):\n" + "\n".join(lines)
+            f"{path}: {len(bad)} lines cannot be used, so nothing was done ({advice}):\n"
+            + "\n".join(lines)
         )
 
 

@@ -52,11 +52,12 @@ class StubServer:
                     said = stub.behaviour(number, body)
                     if said == "hang":
                         stub._closing.wait(20)
-                    elif said != "hang up":
-                        self._say(*said)
                 finally:
+                    # Before the answer: whoever has it may ask again before this thread goes on.
                     with stub._lock:
                         stub.at_once -= 1
+                if said not in ("hang", "hang up"):
+                    self._say(*said)
 
             def _say(self, status: int, body: Any) -> None:
                 data = json.dumps(body).encode()
