@@ -26,11 +26,12 @@ CONFIGS = {
 }
 SAME = 0.999
 # Share of tokens that must agree, and how far the others may be off. In a real model of 30 layers
-# a token in a hundred is at 0.998 when prefill is cut into chunks: bf16 sums in another order.
+# one or two tokens in a hundred are at 0.998 when prefill is cut into chunks or the weights are
+# split over two ranks: bf16 sums in another order.
 # Near a tie the router of a mixture of experts sends a token to another expert in another engine,
 # and that token's state differs from there on.
 ROUGHLY = 0.99
-LIKE = {"llama": 1.0, "qwen3": 1.0, "smollm2": 0.98, "dsv3": 0.75}
+LIKE = {"llama": 1.0, "qwen3": 1.0, "smollm2": 0.95, "dsv3": 0.75}
 
 
 class Case(NamedTuple):
