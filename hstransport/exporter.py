@@ -23,7 +23,6 @@ from .protocol import (
     MAX_META_BYTES,
     ROWS,
     End,
-    Event,
     Label,
     Message,
     Rows,
@@ -119,12 +118,14 @@ class Exporter:
             sample = OpenSample(self._next_sid, id)
             self._next_sid += 1
             start = Start(sample.sid, id, rid, prompt, labels or {}, loss_mask, time.time())
-            if not self._can_fit(start):
+            kind, meta = pack_event(start)
+            if not self._can_fit(meta):
                 # Its name and its end are told; its rows could not be told apart without tokens.
                 sample.dropped = len(prompt)
-                start = replace(start, prompt=prompt[:0], labels={}, loss_mask=None)
+                bare = replace(start, prompt=prompt[:0], labels={}, loss_mask=None)
+                kind, meta = pack_event(bare)
                 self._complain(f"the prompt of sample {id!r} ({len(prompt)} tokens) is too long")
-            if not self._emit(start):
+            if not self._emit(kind, meta):
                 sample.lost = True
                 self.samples_lost += 1
                 self._complain(f"no room even for the name of sample {id!r}")
@@ -175,9 +176,11 @@ class Exporter:
             )
 
     def _end(self, sample: OpenSample, end: End) -> None:
-        if not self._can_fit(end):
-            end = replace(end, output=end.output[:0], dropped=max(end.dropped, 1))
-        if not self._emit(end):
+        kind, meta = pack_event(end)
+        if not self._can_fit(meta):
+            bare = replace(end, output=end.output[:0], dropped=max(end.dropped, 1))
+            kind, meta = pack_event(bare)
+        if not self._emit(kind, meta):
             self.samples_lost += 1
             self._complain(f"no room even for the end of sample {sample.id!r}")
 
@@ -257,14 +260,13 @@ class Exporter:
             self._stalled_at = self._ring.tail
         return slot
 
-    def _can_fit(self, event: Event) -> bool:
-        """Whether the ring has room for the event wherever its head stands, once it is empty."""
-        size = len(pack_event(event)[1])
+    def _can_fit(self, meta: bytes) -> bool:
+        """Whether an empty ring has room for the metadata wherever its head stands."""
+        size = len(meta)
         return size <= MAX_META_BYTES and self._ring.max_payload_bytes(size, 0) > 0
 
-    def _emit(self, event: Event) -> bool:
+    def _emit(self, kind: int, meta: bytes) -> bool:
         """Write a START or END, or queue it behind those already waiting."""
-        kind, meta = pack_event(event)
         if self._flush_pending() and self._write_event(kind, meta):
             return True
         if self._pending_bytes + len(meta) > MAX_PENDING_BYTES:
