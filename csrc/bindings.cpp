@@ -1,4 +1,5 @@
-// hstransport._core: errors and the codec. bindings_ring.cpp has the ring.
+// hstransport._core: errors and the codec. bindings_ring.cpp has the ring,
+// bindings_copier.cpp the way out of a GPU.
 #include "bindings.h"
 
 #include <nanobind/ndarray.h>
@@ -25,6 +26,8 @@ static const char* class_of(Fault fault) {
       return "RingBusyError";
     case Fault::kLease:
       return "LeaseError";
+    case Fault::kCuda:
+      return "CudaError";
     case Fault::kRing:
       break;
   }
@@ -116,8 +119,9 @@ void bind_codec(nb::module_& m) {
 }  // namespace hst
 
 NB_MODULE(_core, m) {
-  m.doc() = "Native part of hstransport: the shared-memory ring and the byte-plane codec.";
+  m.doc() = "Native part of hstransport: shared-memory ring, copies out of a GPU, byte-plane codec.";
   nb::register_exception_translator(hst::translate);
   hst::bind_ring(m);
   hst::bind_codec(m);
+  hst::bind_copier(m);
 }

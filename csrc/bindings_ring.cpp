@@ -10,9 +10,9 @@
 #include <cstring>
 
 #include "bindings.h"
+#include "bindings_ring.h"
 #include "check.h"
 #include "ring_reader.h"
-#include "ring_writer.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -22,9 +22,6 @@ namespace hst {
 using View = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
 using ConstView = nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>>;
 
-// Below this a copy is over before another thread could use the GIL, and to get it back may take
-// a switch interval (5 ms) of the scheduler's time.
-static constexpr uint64_t kReleaseGilBytes = 256 << 10;
 // How long a wait lasts before Python's signal handlers (Ctrl-C) get a turn.
 static constexpr std::chrono::milliseconds kSignalSlice{50};
 
@@ -43,49 +40,6 @@ static nb::bytes meta_of(const Mapping& map, const CheckedRecord& record) {
 static nb::tuple as_tuple(const Counters& c) {
   return nb::make_tuple(c.records, c.bytes, c.dropped_records, c.dropped_bytes, c.stall_ns);
 }
-
-struct Reservation {
-  const std::shared_ptr<RingWriter> writer;
-  const Slot slot;
-  std::atomic<bool> given_back{false};
-
-  Reservation(std::shared_ptr<RingWriter> writer, const Slot& slot)
-      : writer(std::move(writer)), slot(slot) {}
-
-  uint8_t* payload() const {
-    check(!given_back, Fault::kLease, "record ", slot.seq, " was committed or abandoned before");
-    return writer->map()->at(slot.position) + slot.payload_offset;
-  }
-  void give_back(Ready outcome) {
-    check(!given_back.exchange(true), Fault::kLease, "record ", slot.seq,
-          " was committed or abandoned before");
-    writer->finish(slot, outcome);
-  }
-  void copy_rows(uint64_t offset, uintptr_t address, uint64_t rows, uint64_t row_bytes,
-                 uint64_t stride_bytes) {
-    uint8_t* const start = payload();
-    const bool fits = offset <= slot.payload_bytes &&
-                      (rows == 0 || row_bytes <= (slot.payload_bytes - offset) / rows);
-    check(fits, Fault::kConfig, rows, " rows of ", row_bytes, " bytes at offset ", offset,
-          " exceed the payload of ", slot.payload_bytes, " bytes");
-    if (rows == 0 || row_bytes == 0) return;
-    check(address != 0, Fault::kConfig, "the address is null");
-    uint8_t* const to = start + offset;
-    const auto copy = [&] {
-      const auto* from = reinterpret_cast<const uint8_t*>(address);
-      if (stride_bytes == row_bytes) {
-        std::memcpy(to, from, rows * row_bytes);
-        return;
-      }
-      for (uint64_t r = 0; r < rows; ++r) {
-        std::memcpy(to + r * row_bytes, from + r * stride_bytes, row_bytes);
-      }
-    };
-    if (rows * row_bytes < kReleaseGilBytes) return copy();
-    nb::gil_scoped_release unlocked;
-    copy();
-  }
-};
 
 static std::unique_ptr<Reservation> reserve(const std::shared_ptr<RingWriter>& writer,
                                             uint32_t kind, const nb::bytes& meta,
@@ -186,12 +140,20 @@ static void bind_producer(nb::module_& m) {
   nb::class_<RingWriter>(m, "RingWriter")
       .def_static(
           "create",
-          [](const std::string& path, uint64_t capacity_bytes, const nb::bytes& info) {
+          [](const std::string& path, uint64_t capacity_bytes, const nb::bytes& info,
+             const nb::object& progress) {
             const std::string text(info.c_str(), info.size());
-            nb::gil_scoped_release unlocked;  // to zero a large ring takes seconds
-            return std::make_shared<RingWriter>(path, capacity_bytes, text);
+            RingFile::Progress report;
+            if (!progress.is_none()) {
+              report = [&](uint64_t bytes) {
+                nb::gil_scoped_acquire locked;
+                progress(bytes);
+              };
+            }
+            nb::gil_scoped_release unlocked;  // to clear a large ring takes seconds
+            return std::make_shared<RingWriter>(path, capacity_bytes, text, report);
           },
-          "path"_a, "capacity_bytes"_a, "info"_a)
+          "path"_a, "capacity_bytes"_a, "info"_a, "progress"_a.none())
       .def("reserve", &reserve, "kind"_a, "meta"_a, "payload_bytes"_a, "wait_s"_a, "leave_bytes"_a)
       .def("max_payload_bytes", &RingWriter::max_payload_bytes, "meta_bytes"_a, "leave_bytes"_a)
       .def("record_drop", &RingWriter::record_drop, "payload_bytes"_a)

@@ -8,7 +8,7 @@
 
 namespace hst {
 
-enum class Fault { kConfig, kRing, kLayout, kCorrupt, kBusy, kLease };
+enum class Fault { kConfig, kRing, kLayout, kCorrupt, kBusy, kLease, kCuda };
 
 class Error : public std::runtime_error {
  public:

@@ -2,20 +2,17 @@
 
 #include <fcntl.h>
 #include <linux/fs.h>
-#include <linux/magic.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/syscall.h>
-#include <sys/vfs.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
 
 #include "check.h"
+#include "memory.h"
 
 namespace hst {
 
@@ -40,7 +37,7 @@ bool RingFile::unlink() {
 
 // Maps the file by another open() of its name (lock_file.h says why); it must be the same inode.
 static std::shared_ptr<Mapping> map_again(const std::string& path, const struct stat& locked,
-                                          Access access, int map_flags = 0) {
+                                          Access access) {
   const int mode = access == Access::kRead ? O_RDONLY : O_RDWR;
   const int fd = ::open(path.c_str(), mode | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
   if (fd < 0) throw OsError(errno, "cannot open the ring", path);
@@ -50,54 +47,22 @@ static std::shared_ptr<Mapping> map_again(const std::string& path, const struct 
     throw OsError(ENOENT, "the ring was replaced while it was opened: look again", path);
   }
   const int prot = access == Access::kRead ? PROT_READ : PROT_READ | PROT_WRITE;
-  void* base = ::mmap(nullptr, locked.st_size, prot, MAP_SHARED | map_flags, fd, 0);
+  void* base = ::mmap(nullptr, locked.st_size, prot, MAP_SHARED, fd, 0);
   const int code = errno;
   ::close(fd);
   if (base == MAP_FAILED) throw OsError(code, "cannot map the ring", path);
   return std::make_shared<Mapping>(static_cast<uint8_t*>(base), locked.st_size);
 }
 
-// What may still be allocated on the file system. A tmpfs may be larger than the memory that is
-// left, and to fill it would call the OOM killer, on this process or on any other.
-static uint64_t available_bytes(int fd, const std::string& path) {
-  struct statfs fs{};
-  if (::fstatfs(fd, &fs) != 0) throw OsError(errno, "cannot ask for free space", path);
-  // A tmpfs without a limit has no blocks.
-  uint64_t available = fs.f_blocks == 0 ? UINT64_MAX : uint64_t{fs.f_bavail} * fs.f_bsize;
-  if (fs.f_type == TMPFS_MAGIC) {
-    std::ifstream meminfo("/proc/meminfo");
-    for (std::string line; std::getline(meminfo, line);) {
-      unsigned long long kib = 0;
-      if (std::sscanf(line.c_str(), "MemAvailable: %llu kB", &kib) == 1) {
-        available = std::min<uint64_t>(available, kib * 1024);
-      }
-    }
-  }
-  return available;
-}
-
-// Takes all the memory now: otherwise a full /dev/shm is a SIGBUS in the middle of a forward pass.
-static void allocate(int fd, const std::string& path, uint64_t file_bytes) {
+static void check_room(int fd, const std::string& path, uint64_t file_bytes) {
   const uint64_t available = available_bytes(fd, path);
-  const OsError no_space(
+  if (available >= file_bytes) return;
+  throw OsError(
       ENOSPC,
       cat("a ring of ", file_bytes, " bytes does not fit, ", available,
           " bytes are available there: choose a smaller ring, free memory, or enlarge the file "
-          "system (/dev/shm: mount -o remount,size=…, docker --shm-size)"),
+          "system (/dev/shm: mount -o remount,size=…, docker --shm-size) or the container's limit"),
       path);
-  if (available < file_bytes) throw no_space;
-  if (::ftruncate(fd, static_cast<off_t>(file_bytes)) != 0) {
-    throw OsError(errno, cat("cannot size the ring to ", file_bytes, " bytes"), path);
-  }
-  // In steps: tmpfs undoes an allocation that a signal interrupts, and a timer may send many.
-  constexpr uint64_t kStep = 64 << 20;
-  for (uint64_t at = 0; at < file_bytes;) {
-    const uint64_t step = std::min(kStep, file_bytes - at);
-    const int code = ::posix_fallocate(fd, static_cast<off_t>(at), static_cast<off_t>(step));
-    if (code == ENOSPC) throw no_space;
-    if (code != 0 && code != EINTR) throw OsError(code, "cannot allocate the ring", path);
-    if (code == 0) at += step;
-  }
 }
 
 static std::string temporary_name(const std::string& path) {
@@ -127,7 +92,7 @@ static void publish(const std::string& temporary, const std::string& path) {
 }
 
 std::unique_ptr<RingFile> RingFile::create(const std::string& path, uint64_t capacity_bytes,
-                                           const std::string& info) {
+                                           const std::string& info, const Progress& progress) {
   check(capacity_bytes >= kMinCapacityBytes && capacity_bytes % kPageBytes == 0 &&
             capacity_bytes <= uint64_t{1} << 62,
         Fault::kConfig, "capacity_bytes=", capacity_bytes,
@@ -144,13 +109,19 @@ std::unique_ptr<RingFile> RingFile::create(const std::string& path, uint64_t cap
   try {
     if (::fchmod(fd, 0600) != 0) throw OsError(errno, "cannot set the ring's mode", path);
     const uint64_t header_bytes = align_up(kInfoOffset + info.size(), kPageBytes);
-    allocate(fd, path, header_bytes + capacity_bytes);
+    const uint64_t file_bytes = header_bytes + capacity_bytes;
+    check_room(fd, path, file_bytes);
+    if (::ftruncate(fd, static_cast<off_t>(file_bytes)) != 0) {
+      throw OsError(errno, cat("cannot size the ring to ", file_bytes, " bytes"), path);
+    }
     struct stat st{};
     if (::fstat(fd, &st) != 0) throw OsError(errno, "cannot inspect the ring", path);
     file->dev = st.st_dev;
     file->ino = st.st_ino;
-    // Page tables are filled now, not by the first copies of a forward pass.
-    file->map = map_again(temporary, st, Access::kReadWrite, MAP_POPULATE);
+    file->map = map_again(temporary, st, Access::kReadWrite);
+    // All memory is taken and mapped now: otherwise the first copies of a forward pass would do it,
+    // and a full /dev/shm would be a SIGBUS in the middle of one.
+    populate(fd, path, file->map->base(), file_bytes, progress);
 
     RingHeader* header = file->map->header();
     std::memcpy(header->magic, kMagic, sizeof kMagic);

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -23,6 +24,7 @@ class Mapping {
 
   RingHeader* header() const { return reinterpret_cast<RingHeader*>(base_); }
   uint8_t* info() const { return base_ + kInfoOffset; }
+  uint8_t* base() const { return base_; }
   uint64_t bytes() const { return bytes_; }
   // Positions only grow; the record at one lies at position % capacity of the data area.
   uint8_t* at(uint64_t position) const { return base_ + header_bytes + position % capacity_bytes; }
@@ -49,8 +51,10 @@ struct RingFile {
   RingFile(std::string path, int lock_fd) : path(std::move(path)), lock(lock_fd) {}
 
   // The file appears under `path` only once its header is complete and the producer lock is held.
+  // `progress` is called on this thread about once a second with the bytes made ready so far.
+  using Progress = std::function<void(uint64_t)>;
   static std::unique_ptr<RingFile> create(const std::string& path, uint64_t capacity_bytes,
-                                          const std::string& info);
+                                          const std::string& info, const Progress& progress = {});
   // Every bound is checked here; a file that passes can be walked without reading outside it.
   static std::unique_ptr<RingFile> open(const std::string& path, Access access);
 

@@ -23,8 +23,9 @@ struct Slot {
 
 class RingWriter {
  public:
-  RingWriter(const std::string& path, uint64_t capacity_bytes, const std::string& info)
-      : file_(RingFile::create(path, capacity_bytes, info)) {}
+  RingWriter(const std::string& path, uint64_t capacity_bytes, const std::string& info,
+             const RingFile::Progress& progress = {})
+      : file_(RingFile::create(path, capacity_bytes, info, progress)) {}
 
   // Nothing if there is no room at the moment; an error if there never can be.
   std::optional<Slot> reserve(uint32_t kind, std::string_view meta, uint64_t payload_bytes,

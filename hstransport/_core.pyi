@@ -1,5 +1,6 @@
 """Types of the native module; hstransport/ring.py documents the ring for its users."""
 
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -41,7 +42,9 @@ class Reservation:
 
 class RingWriter:
     @staticmethod
-    def create(path: str, capacity_bytes: int, info: bytes) -> RingWriter: ...
+    def create(
+        path: str, capacity_bytes: int, info: bytes, progress: Callable[[int], object] | None
+    ) -> RingWriter: ...
     def reserve(
         self, kind: int, meta: bytes, payload_bytes: int, wait_s: float, leave_bytes: int
     ) -> Reservation | None: ...
@@ -155,3 +158,70 @@ def join_planes(
 
 def median_exponents(src_addr: int, rows: int, hidden: int, src_stride_bytes: int) -> _Bytes:
     """The lower median of each column's exponents, uint8[hidden]; ``rows`` >= 1."""
+
+class DevicePlanes:
+    @property
+    def count(self) -> int: ...
+    @property
+    def row_bytes(self) -> int: ...
+
+def device_planes(planes: Sequence[tuple[int, int]], row_bytes: int) -> DevicePlanes:
+    """(device address, bytes between rows) of each plane. ConfigError for odd or null ones."""
+
+def describe_dlpack(
+    array: Any,
+) -> tuple[int, tuple[int, ...], tuple[int, ...], int, int, int, int]:
+    """Address, shape, strides in bytes, item bytes, type code, device type, device of a capsule."""
+
+def device_of(address: int) -> int:
+    """Ordinal of the CUDA device that memory lies on; CudaError when it is none of CUDA's."""
+
+class StageClaim:
+    """Room in the stage for one record."""
+
+    @property
+    def address(self) -> int:
+        """Device address."""
+    @property
+    def bytes(self) -> int: ...
+
+class Copier:
+    """One device's way into a ring; csrc/copier.h says how. Streams are driver handles.
+
+    Every call raises CudaError that names the driver's call and error.
+    """
+
+    def __init__(self, device: int, stage_bytes: int) -> None: ...
+    def pin(self, ring: RingWriter) -> None: ...
+    def claim(self, stream: int, bytes: int) -> StageClaim: ...
+    def gather(
+        self,
+        stream: int,
+        claim: StageClaim,
+        planes: DevicePlanes,
+        runs: Sequence[tuple[int, int, int, int]],
+        plane_rows: int,
+    ) -> None:
+        """``runs``: (source row, rows, target row, target step)."""
+    def send(
+        self,
+        stream: int,
+        claim: StageClaim,
+        record: Reservation,
+        width: int,
+        pitch: int,
+        height: int,
+    ) -> int:
+        """The copy's number; the device commits the record."""
+    def drop(self, stream: int, claim: StageClaim) -> None: ...
+    def completed(self) -> int: ...
+    def drain(self, timeout_s: float) -> bool: ...
+    def close(self) -> None: ...
+    @property
+    def is_open(self) -> bool: ...
+    @property
+    def stage_bytes(self) -> int: ...
+    @property
+    def has_kernel(self) -> bool: ...
+    @property
+    def stream(self) -> int: ...

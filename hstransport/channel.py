@@ -6,6 +6,8 @@ record's metadata for anyone who listens, and wakes the consumer.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
@@ -15,7 +17,7 @@ from .protocol import Message, pack_message, unpack_message
 
 MAX_REPEATED_META_BYTES = 64 << 10
 """Metadata longer than this are not repeated in the message; they are in the ring."""
-_QUEUE = 256  # messages kept for a slow subscriber: at most 16 MiB, then ZeroMQ drops
+_QUEUE = 256  # sends kept for a slow subscriber, each of a few records; then ZeroMQ drops
 
 
 class Publisher:
@@ -30,11 +32,14 @@ class Publisher:
         self._socket.bind(endpoint)
         self._path.chmod(0o600)
 
-    def send(self, message: Message) -> None:
-        """Tell of a record; costs a few microseconds and never waits."""
-        if len(message.meta) > MAX_REPEATED_META_BYTES:
-            message = Message(*_place(message), b"")
-        self._socket.send(pack_message(message), zmq.NOBLOCK)
+    def send(self, messages: Sequence[Message]) -> None:
+        """Tell of records, in one go: what costs is the wake-up. Never waits."""
+        parts = []
+        for message in messages:
+            if len(message.meta) > MAX_REPEATED_META_BYTES:
+                message = Message(*_place(message), b"")
+            parts.append(pack_message(message))
+        self._socket.send_multipart(parts, zmq.NOBLOCK)
 
     def close(self) -> None:
         self._socket.close()
@@ -55,6 +60,7 @@ class Subscriber:
         """Well-formed messages received."""
         self.malformed = 0
         """Messages that broke the protocol; they were counted here and skipped."""
+        self._parts: deque[bytes] = deque()  # of the last send: one message each
 
     def connect(self, endpoint: str) -> None:
         self._socket.connect(endpoint)
@@ -73,14 +79,13 @@ class Subscriber:
     def receive(self) -> Message | None:
         """The next well-formed message, or None when there is none now."""
         while True:
+            if not self._parts:
+                try:
+                    self._parts.extend(self._socket.recv_multipart(zmq.NOBLOCK))
+                except zmq.Again:
+                    return None
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return None
-            try:
-                if len(parts) != 1:
-                    raise ProtocolError(f"message of {len(parts)} parts")
-                message = unpack_message(parts[0])
+                message = unpack_message(self._parts.popleft())
             except ProtocolError:
                 self.malformed += 1
                 continue

@@ -17,6 +17,10 @@ class CaptureError(HsTransportError):
     """This model, layer or serving mode cannot be captured exactly."""
 
 
+class CudaError(HsTransportError):
+    """A call of the CUDA driver failed, or there is no driver; the message names both."""
+
+
 class RingError(HsTransportError):
     """Something is wrong with a ring file."""
 

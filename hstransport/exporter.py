@@ -1,9 +1,10 @@
 """The producer: samples and their rows go into the ring in order, and nothing is lost unsaid.
 
 Everything runs on the thread that calls it (SGLang's scheduler), so it does only what it must:
-reserve, copy, commit, send. A full ring is a value: the named policy decides what it costs. The one
-exception: START and END records that found no room are put in later by a helper thread, which lives
-only while some wait, so that an idle server still names the samples that it could not keep.
+reserve, copy (of a GPU's states: enqueue the copy), send. A full ring is a value: the named policy
+decides what it costs. The one exception: START and END records that found no room are put in later
+by a helper thread, which lives only while some wait, so that an idle server still names the samples
+that it could not keep.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .capture import Plane
+from .capture import Planes
 from .channel import Publisher
-from .errors import ConfigError
+from .copyout import MAX_DECODE_STEPS, Copier, HostCopier, RowRange, Steps
+from .errors import CaptureError, ConfigError
 from .protocol import (
     MAX_META_BYTES,
     ROWS,
@@ -36,8 +38,8 @@ from .ring import Reservation, RingWriter
 
 logger = logging.getLogger(__name__)
 
-RECORD_PAYLOAD_BYTES = 64 << 20
-"""Rows of one forward pass are split into records of about this size."""
+RECORD_PAYLOAD_BYTES = 256 << 20
+"""Rows of one forward pass are split into records of at most this size."""
 MAX_PENDING_BYTES = 64 << 20
 """Metadata of START and END records that wait for room; beyond it samples are lost, and counted."""
 _LOG_EVERY_S = 10.0
@@ -67,11 +69,37 @@ class RowSpan(NamedTuple):
     rows: int
 
 
+class DecodeRun:
+    """Consecutive decode steps of the same requests in the same order, one row each and step."""
+
+    __slots__ = ("_gathered", "_limit", "_live", "_ranges", "open", "spans", "steps", "stream")
+
+    def __init__(self, spans: Sequence[RowSpan]) -> None:
+        self.spans = spans
+        """The rows of the first step."""
+        self.steps = 0
+        """Steps that were exported."""
+        self.open = True
+        """Whether one more step may be added."""
+        self.stream = 0
+        self._live: list[RowSpan] = []
+        self._ranges: list[RowRange] = []
+        self._limit = 0
+        self._gathered: Steps | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.spans)
+
+
 class Exporter:
     """Single producer over one ring and its PUB socket.
 
-    ``policy`` is ``"block"`` (wait for room up to ``block_s``, then drop; after an expired wait
-    drop at once until the consumer frees something) or ``"drop"``.
+    What :meth:`start`, :meth:`rows`, :meth:`step` and :meth:`end` put into the ring is told to
+    listeners by the next :meth:`announce`: one wake-up for a forward pass, not one for each record.
+
+    ``copier`` takes the states out of their memory (default: out of host memory); it is closed
+    here. ``policy`` is ``"block"`` (wait for room up to ``block_s``, then drop; after an expired
+    wait drop at once until the consumer frees something) or ``"drop"``.
     """
 
     def __init__(
@@ -80,10 +108,14 @@ class Exporter:
         publisher: Publisher | None,
         info: SessionInfo,
         *,
+        copier: Copier | None = None,
         policy: str = "block",
         block_s: float = 1.0,
     ) -> None:
         self._ring = ring
+        self._copier: Copier = copier or HostCopier()
+        self._run: DecodeRun | None = None  # whose steps are gathered and not yet in the ring
+        self._untold: list[Message] = []
         self._publisher = publisher
         self._info = info
         self._wait_s = block_s if policy == "block" else 0.0
@@ -131,12 +163,102 @@ class Exporter:
                 self._complain(f"no room even for the name of sample {id!r}")
             return sample
 
-    def rows(self, spans: Sequence[RowSpan], planes: Sequence[Plane]) -> None:
-        """Copy rows of one forward pass into the ring, in records of bounded size."""
+    def rows(self, spans: Sequence[RowSpan], planes: Planes) -> None:
+        """Copy rows of one forward pass into the ring, in records of bounded size.
+
+        The planes must stay as they are until the work that their stream has been given so far is
+        done; they are kept alive for as long as that takes.
+        """
         with self._lock:
+            self._finish_run()
             self._rows(spans, planes)
 
-    def _rows(self, spans: Sequence[RowSpan], planes: Sequence[Plane]) -> None:
+    def step(self, run: DecodeRun, planes: Planes) -> None:
+        """Copy the rows of one more decode step, as :meth:`rows`.
+
+        Steps of a GPU are gathered on it, and go into the ring together when there are enough of
+        them, or when anything else is exported.
+        """
+        with self._lock:
+            if run is not self._run:
+                if not run.open:
+                    raise CaptureError("this run of decode steps has ended: begin another")
+                self._finish_run()
+                self._open_run(run, planes)
+            elif run.stream != planes.stream:
+                raise CaptureError("the server changed the stream of its decode steps in mid-run")
+            if run._gathered is None:
+                at = run.steps
+                self._rows([s._replace(position=s.position + at) for s in run.spans], planes)
+                run.steps += 1
+                return
+            run._gathered.add(run._ranges, planes)
+            run.steps += 1
+            if run.steps == run._limit:
+                self._finish_run()
+
+    def abandon_run(self) -> None:
+        """Give up the gathered steps of the open run, after an error: nothing is asked of the GPU.
+
+        Steps cannot be exported any more; events can.
+        """
+        with self._lock:
+            run, self._run = self._run, None
+            if run is not None:
+                run.open = False
+                for span in run.spans:
+                    self._drop(span._replace(rows=run.steps))
+
+    def announce(self) -> None:
+        """Tell listeners of the records since the last call, and let go of copied sources."""
+        with self._lock:
+            self._announce()
+            self._copier.release()
+
+    def _announce(self) -> None:
+        if self._untold:
+            untold, self._untold = self._untold, []
+            if self._publisher is not None:
+                self._publisher.send(untold)
+
+    def _open_run(self, run: DecodeRun, planes: Planes) -> None:
+        self._run = run
+        run.stream = planes.stream
+        run._live = [s for s in run.spans if not (s.sample.lost or s.sample.dropped)]
+        run._ranges = row_ranges(run._live)
+        rows = len(run._live)
+        if rows:
+            run._limit = min(MAX_DECODE_STEPS, self._rows_per_record // rows)
+            if run._limit:
+                run._gathered = self._copier.open_steps(rows, planes, run._limit)
+
+    def _finish_run(self) -> None:
+        """Put the gathered steps of the open run into the ring, and let it take no more."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        run.open = False
+        if run._gathered is None:
+            return
+        for span in run.spans:
+            if span.sample.dropped and not span.sample.lost:
+                self._drop(span._replace(rows=run.steps))
+        kind, meta = pack_event(
+            Rows(tuple(Segment(s.sample.sid, s.position, run.steps) for s in run._live))
+        )
+        size = len(run._live) * run.steps * self._info.row_bytes
+        slot = None
+        if self._flush_pending(self._wait_s):  # a START must come before its rows
+            slot = self._reserve(kind, meta, size, self._wait_s)
+        if slot is None:
+            run._gathered.drop()
+            for span in run._live:
+                self._drop(span._replace(rows=run.steps))
+            return
+        run._gathered.send(slot)
+        self._tell(kind, slot, meta)
+
+    def _rows(self, spans: Sequence[RowSpan], planes: Planes) -> None:
         room = self._flush_pending(self._wait_s)  # a START must come before its rows
         batch: list[RowSpan] = []
         count = 0
@@ -171,6 +293,7 @@ class Exporter:
         if sample.lost:
             return
         with self._lock:
+            self._finish_run()  # its rows come before its end
             self._end(
                 sample, End(sample.sid, reason, tokens, output, sample.dropped, cached, detail)
             )
@@ -191,11 +314,13 @@ class Exporter:
                 return
             self._closed = True
             try:
+                self._finish_run()
                 self._flush_pending()
+                self._announce()
             finally:
-                self._close_both()
+                self._close_all()
 
-    def _close_both(self) -> None:
+    def _close_all(self) -> None:
         if self._pending:
             logger.warning(
                 "hstransport: %d START/END records found no room in the ring; the consumer will "
@@ -203,15 +328,22 @@ class Exporter:
                 len(self._pending),
             )
         try:
-            self._ring.close()
+            self._copier.close()  # its copies end before the ring gives up what is pending
         finally:
-            if self._publisher is not None:
-                self._publisher.close()
+            try:
+                self._ring.close()
+            finally:
+                if self._publisher is not None:
+                    self._publisher.close()
 
     def _fit_rows(self) -> int:
-        # A record must fit whatever the wrap position; half of that leaves room for a second one.
+        # A record must fit whatever the wrap position; a quarter of that lets the consumer free one
+        # while others are written.
         largest = self._ring.max_payload_bytes(64 << 10, self._event_reserve)
-        rows = min(RECORD_PAYLOAD_BYTES, largest // 2) // self._info.row_bytes
+        sizes = [RECORD_PAYLOAD_BYTES, largest // 4]
+        if self._copier.max_bytes is not None:
+            sizes.append(self._copier.max_bytes)
+        rows = min(sizes) // self._info.row_bytes
         if rows < 1:
             raise ConfigError(
                 f"HSTRANSPORT_RING_BYTES: one token's states take {self._info.row_bytes} bytes, "
@@ -219,7 +351,7 @@ class Exporter:
             )
         return rows
 
-    def _write_rows(self, spans: Sequence[RowSpan], count: int, planes: Sequence[Plane]) -> None:
+    def _write_rows(self, spans: Sequence[RowSpan], count: int, planes: Planes) -> None:
         live = [s for s in spans if not s.sample.dropped]
         if len(live) < len(spans):  # an earlier record of this very pass was dropped
             for span in spans:
@@ -237,13 +369,7 @@ class Exporter:
             for span in live:
                 self._drop(span)
             return
-        offset = 0
-        for p in planes:
-            for span in live:
-                address = p.address + span.row * p.stride_bytes
-                slot.copy_rows(offset, address, span.rows, p.row_bytes, p.stride_bytes)
-                offset += span.rows * p.row_bytes
-        slot.commit()
+        self._copier.copy(slot, row_ranges(live), planes)
         self._tell(kind, slot, meta)
 
     def _reserve(
@@ -284,6 +410,7 @@ class Exporter:
             with self._lock:
                 try:
                     done = self._closed or self._flush_pending()
+                    self._announce()
                 except Exception:
                     logger.exception("hstransport: START and END records that wait are stuck")
                     done = True  # the next one that has to wait starts another helper
@@ -310,17 +437,9 @@ class Exporter:
 
     def _tell(self, kind: int, slot: Reservation, meta: bytes) -> None:
         if self._publisher is not None:
-            self._publisher.send(
-                Message(
-                    self._info.run,
-                    self._info.rank,
-                    kind,
-                    slot.seq,
-                    slot.position,
-                    slot.record_bytes,
-                    meta,
-                )
-            )
+            info = self._info
+            place = (slot.seq, slot.position, slot.record_bytes)
+            self._untold.append(Message(info.run, info.rank, kind, *place, meta))
 
     def _drop(self, span: RowSpan) -> None:
         self._ring.record_drop(span.rows * self._info.row_bytes)
@@ -343,3 +462,18 @@ class Exporter:
             self._ring.capacity_bytes,
             "attached" if self._ring.consumer_attached() else "absent",
         )
+
+
+def row_ranges(spans: Sequence[RowSpan]) -> list[RowRange]:
+    """The rows of the spans in their order, neighbours put together."""
+    ranges: list[RowRange] = []
+    start = stop = -1
+    for span in spans:
+        if span.row != stop:
+            if stop > start:
+                ranges.append(RowRange(start, stop - start))
+            start = span.row
+        stop = span.row + span.rows
+    if stop > start:
+        ranges.append(RowRange(start, stop - start))
+    return ranges

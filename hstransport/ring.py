@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import builtins
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -98,17 +99,31 @@ class RingWriter:
         self.info = info
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str], capacity_bytes: int, info: bytes) -> RingWriter:
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        capacity_bytes: int,
+        info: bytes,
+        progress: Callable[[int], None] | None = None,
+    ) -> RingWriter:
         """Create the file (mode 0600) and take the producer's role.
 
-        All its memory is taken at once, about 0.7 s for each GiB of /dev/shm. The file appears
-        under its name when it is complete. Raises ConfigError (capacity not a multiple of 4096
-        from 64 KiB), FileExistsError, FileNotFoundError (no such directory), PermissionError, or
-        OSError with ENOSPC that names the bytes wanted and available.
+        All its memory is taken at once, by up to eight threads that clear about 1.4 GB/s each.
+        ``progress`` is called about once a second with the bytes taken so far; what it raises ends
+        the creation. The file appears under its name when it is complete.
+
+        Raises ConfigError (capacity not a multiple of 4096 from 64 KiB), FileExistsError,
+        FileNotFoundError (no such directory), PermissionError, or OSError with ENOSPC that names
+        the bytes wanted and available.
         """
         path = Path(path)
-        core = _core.RingWriter.create(str(path), capacity_bytes, info)
+        core = _core.RingWriter.create(str(path), capacity_bytes, info, progress)
         return cls(core, path, capacity_bytes, bytes(info))
+
+    @property
+    def core(self) -> _core.RingWriter:
+        """The native object, for the copier that pins it."""
+        return self._core
 
     def reserve(
         self,

@@ -42,6 +42,8 @@ class Settings:
     rows: str = "prompt"
     requests: str = "all"
     ring_bytes: int = 1 << 30
+    stage_bytes: int | None = None
+    """None: as much as the largest forward pass needs."""
     policy: str = "block"
     block_s: float = 1.0
 
@@ -57,6 +59,8 @@ ENVIRONMENT: dict[str, str] = {
     "HSTRANSPORT_REQUESTS": "all: every request; tagged: only those whose custom_params carry "
     "hstransport_id (default: all)",
     "HSTRANSPORT_RING_BYTES": "size of the ring, such as 512MiB or 8GiB (default: 1GiB)",
+    "HSTRANSPORT_STAGE_BYTES": "GPU memory in which states wait for their copy into the ring, such "
+    "as 512MiB (default: the states of one full prefill batch, 64MiB to 1GiB)",
     "HSTRANSPORT_POLICY": "when the ring is full: block (wait up to HSTRANSPORT_BLOCK_S, then "
     "drop) or drop (default: block)",
     "HSTRANSPORT_BLOCK_S": "seconds that block may wait before it drops (default: 1.0)",
@@ -87,6 +91,7 @@ def from_environment(environ: Mapping[str, str]) -> Settings | None:
         rows=_choice(environ, "HSTRANSPORT_ROWS", "prompt", "all"),
         requests=_choice(environ, "HSTRANSPORT_REQUESTS", "all", "tagged"),
         ring_bytes=_ring_bytes(environ.get("HSTRANSPORT_RING_BYTES", "1GiB")),
+        stage_bytes=_stage_bytes(environ.get("HSTRANSPORT_STAGE_BYTES", "")),
         policy=_choice(environ, "HSTRANSPORT_POLICY", "block", "drop"),
         block_s=_seconds(environ.get("HSTRANSPORT_BLOCK_S", "1.0")),
     )
@@ -119,13 +124,21 @@ def parse_size(text: str) -> int:
 
 
 def _ring_bytes(text: str) -> int:
+    return -(-_size("HSTRANSPORT_RING_BYTES", text) // 4096) * 4096
+
+
+def _stage_bytes(text: str) -> int | None:
+    return _size("HSTRANSPORT_STAGE_BYTES", text) if text.strip() else None
+
+
+def _size(name: str, text: str) -> int:
     try:
         size = parse_size(text)
     except ValueError as e:
-        raise ConfigError(f"HSTRANSPORT_RING_BYTES: {e}") from None
+        raise ConfigError(f"{name}: {e}") from None
     if size < MIN_RING_BYTES:
-        raise ConfigError(f"HSTRANSPORT_RING_BYTES={text!r}: at least 1MiB is needed")
-    return -(-size // 4096) * 4096
+        raise ConfigError(f"{name}={text!r}: at least 1MiB is needed")
+    return size
 
 
 def _seconds(text: str) -> float:

@@ -9,20 +9,25 @@ and lets serving go on.
 from __future__ import annotations
 
 import atexit
+import inspect
 import logging
 import os
 import pkgutil
 import secrets
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from . import __version__
+from .capture import Planes
 from .channel import Publisher
+from .copyout import Copier, DeviceCopier, HostCopier
 from .errors import CaptureError, ConfigError, HsTransportError
-from .exporter import Exporter, RowSpan
+from .exporter import DecodeRun, Exporter, RowSpan
 from .layers import enable_capture
 from .protocol import (
     ABORTED,
@@ -40,12 +45,12 @@ from .tap import Pass, Tap
 
 logger = logging.getLogger(__name__)
 
-_ABSENT: Any = object()
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _SOURCES = ("disk", "distributed", "tensor", "ipc")
 _LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor"
+_PROGRESS_EVERY_S = 5.0
 
 # Modes in which rows, positions or requests would not be what they seem. What is not proven right
 # is refused by name: (server argument, value at which it is harmless, what to do).
@@ -90,13 +95,15 @@ def register() -> None:
 
 def _hooks(plugin: Plugin) -> dict[str, Any]:
     return {
-        # The model exists, graphs are not captured yet: the place to switch layers on.
+        # The model exists, graphs are not captured and memory is not divided yet: the place to
+        # switch layers on and to take memory on the GPU.
         f"{_RUNNER}.load_model": plugin.load_model,
-        # Ranks, model and settings are all known: the place to create the ring, or refuse.
+        # All is known: the place to begin, or refuse.
         f"{_SCHEDULER}.__init__": plugin.scheduler_init,
         # Which requests the coming forward pass belongs to.
         f"{_SCHEDULER}.run_batch": plugin.run_batch,
-        # The one call that has every token's final state and all captured layers together.
+        # The one call that has every token's final state and all captured layers together. It is
+        # not called when a decode graph is replayed, but when that graph is captured.
         f"{_LOGITS}.forward": plugin.logits_forward,
         # Positions are known here, and warm-up and graph capture never come through here.
         f"{_RUNNER}.forward": plugin.model_forward,
@@ -115,27 +122,46 @@ class Plugin:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._dp_rank = 0
         self._layers: tuple[int, ...] = ()
         self._runner: Any = None
+        self._device: int | None = None  # ordinal of the CUDA device; None: the model is on the CPU
+        self._ring: _RingInTheMaking | None = None  # only on the rank that writes
+        self._copier: Copier = HostCopier()
         self._tap: Tap | None = None
         self._batch: Any = None  # the ScheduleBatch whose forward pass is running
         self._armed = False  # the running pass has rows that are wanted
         self._states: tuple[Any, Any] | None = None  # (final, aux) of that pass
+        # What each decode graph leaves its states in, by its batch size. To hold the tensors keeps
+        # the rest of the graph from using their memory for something else.
+        self._graphs: dict[int, tuple[Any, Any] | Planes | None] = {}
+        self._keeps_graphs = False
 
     # Each hook has AROUND's signature: the original, then the original's own arguments.
 
     def load_model(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(runner, "is_draft_worker", False):
+            return original(runner, *args, **kwargs)
+        _refuse_unproven(runner.server_args)
+        self._device = _cuda_device(runner)
+        num_layers = int(runner.model_config.num_hidden_layers)
+        self._layers = self._settings.layers.resolve(num_layers)
+        info = _session_info(self._settings, runner, self._layers, self._dp_rank)
+        writes = _tp_rank() == 0
+        if writes:
+            self._ring = _RingInTheMaking(self._settings, info)
         result = original(runner, *args, **kwargs)
-        if not getattr(runner, "is_draft_worker", False):
-            _refuse_unproven(runner.server_args, str(runner.device))
-            num_layers = int(runner.model_config.num_hidden_layers)
-            self._layers = self._settings.layers.resolve(num_layers)
-            # On every rank, so that all ranks of a tensor-parallel group run the same graph.
-            enable_capture(runner.model, self._layers, num_layers)
-            self._runner = runner
+        # On every rank, so that all ranks of a tensor-parallel group run the same graph.
+        enable_capture(runner.model, self._layers, num_layers)
+        if writes and self._device is not None:
+            stage_bytes = self._settings.stage_bytes or _stage_bytes(runner.server_args, info)
+            self._copier = DeviceCopier(self._device, stage_bytes)
+            self._keeps_graphs = self._settings.rows == "all"
+        self._runner = runner
         return result
 
     def scheduler_init(self, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        self._dp_rank = _dp_rank(original, scheduler, args, kwargs)
         original(scheduler, *args, **kwargs)
         if self._runner is None:
             raise CaptureError(
@@ -149,13 +175,12 @@ class Plugin:
                     f"SGLang did not apply the plugin's hook on {target} (its log says why); unset "
                     "HSTRANSPORT to serve without capture"
                 )
-        if _tp_rank() != 0:
+        if self._ring is None:
             logger.info("hstransport: tensor-parallel rank %d leaves writing to rank 0", _tp_rank())
             return
-        info = _session_info(self._settings, self._runner, self._layers, _dp_rank(scheduler))
-        exporter = _open_exporter(self._settings, info)
+        exporter = self._ring.open(self._copier)
         tagged_only = self._settings.requests == "tagged"
-        self._tap = Tap(info, exporter, _Request, tagged_only=tagged_only)
+        self._tap = Tap(self._ring.info, exporter, _Request, tagged_only=tagged_only)
 
     def run_batch(self, original: Any, scheduler: Any, batch: Any, *args: Any, **kw: Any) -> Any:
         self._batch = batch
@@ -170,26 +195,74 @@ class Plugin:
         tap, batch = self._tap, self._batch
         if tap is None or batch is None or runner is not self._runner:
             return original(runner, forward_batch, *a, **kw)
-        spans = tap.guarded(self._plan, tap, batch.reqs, forward_batch)
-        if not spans:
+        work = tap.guarded(self._plan, tap, batch.reqs, forward_batch)
+        if not work:
             return original(runner, forward_batch, *a, **kw)
         self._states, self._armed = None, True
         try:
             output = original(runner, forward_batch, *a, **kw)
         finally:
             states, self._states, self._armed = self._states, None, False
-        tap.guarded(tap.take, spans, states)
+        tap.guarded(self._take, tap, work, states, output)
         return output
 
-    def _plan(self, tap: Tap, reqs: list[Any], forward_batch: Any) -> list[RowSpan] | None:
-        step = _pass(forward_batch, tap.all_rows)
-        if step is None:
+    def _plan(
+        self, tap: Tap, reqs: list[Any], forward_batch: Any
+    ) -> Sequence[RowSpan] | DecodeRun | None:
+        mode = forward_batch.forward_mode
+        if mode.is_idle():
             return None
-        if not len(reqs) == forward_batch.batch_size == len(step.counts):
-            why = f"a batch of {len(reqs)} requests has {forward_batch.batch_size} sequences"
-            tap.give_up(reqs, why)
-            return None
-        return tap.plan(reqs, step)
+        if mode.is_decode():
+            if not tap.all_rows or not self._same_size(tap, reqs, forward_batch, len(reqs)):
+                return None
+            lengths = forward_batch.seq_lens_cpu
+            positions = None if lengths is None else [n - 1 for n in lengths.tolist()]
+            return tap.plan_decode(reqs, positions)
+        if mode.is_extend() and not mode.is_target_verify():
+            counts = list(forward_batch.extend_seq_lens_cpu)
+            if not self._same_size(tap, reqs, forward_batch, len(counts)):
+                return None
+            return tap.plan(reqs, Pass(list(forward_batch.extend_prefix_lens_cpu), counts))
+        raise CaptureError(f"forward mode {mode} is not one whose rows are understood")
+
+    @staticmethod
+    def _same_size(tap: Tap, reqs: list[Any], forward_batch: Any, counts: int) -> bool:
+        if len(reqs) == forward_batch.batch_size == counts:
+            return True
+        why = f"a batch of {len(reqs)} requests has {forward_batch.batch_size} sequences"
+        tap.give_up(reqs, why)
+        return False
+
+    def _take(
+        self,
+        tap: Tap,
+        work: Sequence[RowSpan] | DecodeRun,
+        states: tuple[Any, Any] | None,
+        output: Any,
+    ) -> None:
+        stream = None if self._device is None else _current_stream(self._device)
+        if states is not None:
+            planes = tap.planes(states, stream)
+        elif isinstance(work, DecodeRun) and output.can_run_graph and stream is not None:
+            planes = self._planes_of_graph(tap, stream)
+        else:
+            raise CaptureError("the forward pass did not come through LogitsProcessor.forward")
+        tap.take(work, planes)
+
+    def _planes_of_graph(self, tap: Tap, stream: int) -> Planes:
+        """The states that the decode graph just replayed left in its memory."""
+        # Named graph_runner up to 0.5.11.
+        graphs: Any = getattr(self._runner, "decode_cuda_graph_runner", None)
+        graphs = graphs or getattr(self._runner, "graph_runner", None)
+        size = int(graphs.bs)  # what the batch was padded to
+        kept = self._graphs.get(size)
+        if kept is None:
+            why = "several decode graphs" if size in self._graphs else "no decode graph"
+            raise CaptureError(f"{why} of batch size {size} were captured under the plugin's eyes")
+        if not isinstance(kept, Planes):
+            kept = self._graphs[size] = tap.planes(kept)
+        kept.stream = stream
+        return kept
 
     def logits_forward(
         self,
@@ -205,6 +278,11 @@ class Plugin:
     ) -> Any:
         if self._armed:
             self._states = (hidden_states, aux_hidden_states)
+        elif self._keeps_graphs and _capturing() and logits_metadata.forward_mode.is_decode():
+            size = len(hidden_states)
+            # Two graphs of one size could not be told apart later.
+            states = None if size in self._graphs else (hidden_states, aux_hidden_states)
+            self._graphs[size] = states
         return original(
             processor,
             input_ids,
@@ -216,13 +294,18 @@ class Plugin:
             **kwargs,
         )
 
-    def process_batch_result(self, original: Any, scheduler: Any, *a: Any, **kw: Any) -> Any:
-        result = original(scheduler, *a, **kw)
+    def process_batch_result(
+        self, original: Any, scheduler: Any, batch: Any, *a: Any, **kw: Any
+    ) -> Any:
+        result = original(scheduler, batch, *a, **kw)
         if self._tap is not None:
-            self._tap.guarded(self._sweep, self._tap, scheduler)
+            self._tap.guarded(self._sweep, self._tap, scheduler, batch)
         return result
 
-    def _sweep(self, tap: Tap, scheduler: Any) -> None:
+    def _sweep(self, tap: Tap, scheduler: Any, batch: Any) -> None:
+        if tap.followed == len(batch.reqs):  # nobody else can be over: the usual decode step
+            tap.finish([id(req) for req in batch.reqs if req.finished_reason is not None])
+            return
         retracted = tap.retracted()
         if retracted:
             # A retracted request waits to be computed again. One that does not wait was given up
@@ -306,24 +389,6 @@ class _Request:
         return reason, str(said.get("message") or "") if reason == ABORTED else ""
 
 
-def _pass(forward_batch: Any, all_rows: bool) -> Pass | None:
-    """Where the rows of the coming forward pass lie; None when none of them can be wanted."""
-    mode = forward_batch.forward_mode
-    if mode.is_idle():
-        return None
-    if mode.is_decode():
-        if not all_rows:
-            return None
-        lengths = forward_batch.seq_lens_cpu
-        positions = None if lengths is None else [n - 1 for n in lengths.tolist()]
-        return Pass(positions, [1] * forward_batch.batch_size)
-    if mode.is_extend() and not mode.is_target_verify():
-        return Pass(
-            list(forward_batch.extend_prefix_lens_cpu), list(forward_batch.extend_seq_lens_cpu)
-        )
-    raise CaptureError(f"forward mode {mode} is not one whose rows are understood")
-
-
 def _resolve(target: str) -> Any:
     try:
         return pkgutil.resolve_name(target)
@@ -336,12 +401,47 @@ def _resolve(target: str) -> Any:
         ) from None
 
 
-def _refuse_unproven(server_args: Any, device: str) -> None:
-    if not device.startswith("cpu"):
+def _cuda_device(runner: Any) -> int | None:
+    """Ordinal of the model's CUDA device, None when it runs on the CPU."""
+    device = str(runner.device)
+    if device.startswith("cpu"):
+        return None
+    if not device.startswith("cuda"):
         raise CaptureError(
-            f"the model lies on {device}: this release of hstransport captures on SGLang's CPU "
-            "backend only; unset HSTRANSPORT to serve without capture"
+            f"the model lies on {device}: hstransport captures on CUDA devices and CPUs; unset "
+            "HSTRANSPORT to serve without capture"
         )
+    import torch
+
+    if torch.version.cuda is None:
+        raise CaptureError(
+            "this torch computes on another vendor's GPU, hstransport captures on NVIDIA's; unset "
+            "HSTRANSPORT to serve without capture"
+        )
+    return int(torch.cuda.current_device())
+
+
+def _stage_bytes(server_args: Any, info: SessionInfo) -> int:
+    """Room for the states of the largest prefill batch."""
+    tokens = int(getattr(server_args, "chunked_prefill_size", 0) or 0)
+    if tokens <= 0:
+        tokens = int(getattr(server_args, "max_prefill_tokens", 0) or 16384)
+    return min(max(tokens * info.row_bytes, 64 << 20), 1 << 30)
+
+
+def _current_stream(device: int) -> int:
+    import torch
+
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _capturing() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
+def _refuse_unproven(server_args: Any) -> None:
     for name, harmless, remedy in _REFUSED:
         value = getattr(server_args, name, harmless)
         if value and value != harmless:
@@ -395,34 +495,78 @@ def _session_info(
     )
 
 
-def _open_exporter(settings: Settings, info: SessionInfo) -> Exporter:
-    if info.planes == 0:
-        raise ConfigError("HSTRANSPORT_LAYERS names no layer: give ids, 'eagle3' or 'final'")
-    report_older_rings(settings.root, info)
-    place = ring_path(settings.root, info.session, info.run, info.rank)
-    ring = RingWriter.create(place.path, settings.ring_bytes, pack_info(info))
-    try:
+class _RingInTheMaking:
+    """A ring that a thread makes ready while the model loads: its memory is cleared on the way."""
+
+    def __init__(self, settings: Settings, info: SessionInfo) -> None:
+        if info.planes == 0:
+            raise ConfigError("HSTRANSPORT_LAYERS names no layer: give ids, 'eagle3' or 'final'")
+        self.info = info
+        self._settings = settings
+        self._started = time.monotonic()
+        self._logged = self._started
+        self._failure: BaseException | None = None
+        report_older_rings(settings.root, info)
+        self._place = ring_path(settings.root, info.session, info.run, info.rank)
+        self._thread = threading.Thread(target=self._make, name="hstransport-ring", daemon=True)
+        self._thread.start()
+
+    def _make(self) -> None:
+        try:
+            self._ring = RingWriter.create(
+                self._place.path, self._settings.ring_bytes, pack_info(self.info), self._progress
+            )
+            # An orderly exit says so in the ring; after a kill the kernel's lock tells the others.
+            atexit.register(self._ring.close)
+        except BaseException as e:
+            self._failure = e
+
+    def _progress(self, done: int) -> None:
+        now = time.monotonic()
+        if now - self._logged >= _PROGRESS_EVERY_S:
+            self._logged = now
+            total = self._settings.ring_bytes
+            logger.info("hstransport: ring %d of %d MiB ready", done >> 20, total >> 20)
+
+    def open(self, copier: Copier) -> Exporter:
+        """Wait until the ring is ready, pin it if a GPU is to write into it, and open it."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        settings, info, ring = self._settings, self.info, self._ring
+        if isinstance(copier, DeviceCopier):
+            copier.pin(ring)
         exporter = Exporter(
-            ring, Publisher(place.endpoint), info, policy=settings.policy, block_s=settings.block_s
+            ring,
+            Publisher(self._place.endpoint),
+            info,
+            copier=copier,
+            policy=settings.policy,
+            block_s=settings.block_s,
         )
-    except BaseException:
-        ring.close()
-        raise
-    # An orderly exit says so in the ring; after a kill the kernel's lock tells the consumer.
-    atexit.register(exporter.close)
-    logger.info(
-        "hstransport: session %s captures layers %s of %s, rows=%s requests=%s, into %s "
-        "(%d MiB, policy %s)",
-        info.session,
-        ",".join(map(str, info.layer_names)),
-        info.model,
-        info.rows,
-        settings.requests,
-        place.path,
-        settings.ring_bytes >> 20,
-        settings.policy,
-    )
-    return exporter
+        atexit.register(exporter.close)  # runs before the ring's own, and gives the pages back
+        logger.info(
+            "hstransport: session %s captures layers %s of %s, rows=%s requests=%s, into %s "
+            "(%d MiB, policy %s; ready %.1f s after the model began to load)%s",
+            info.session,
+            ",".join(map(str, info.layer_names)),
+            info.model,
+            info.rows,
+            settings.requests,
+            self._place.path,
+            settings.ring_bytes >> 20,
+            settings.policy,
+            time.monotonic() - self._started,
+            _way_out(copier),
+        )
+        return exporter
+
+
+def _way_out(copier: Copier) -> str:
+    if not isinstance(copier, DeviceCopier):
+        return ""
+    by = "the gather kernel" if copier.has_kernel else "2-D copies (built without nvcc)"
+    return f"; out of cuda:{copier.device} by {by} and a stage of {copier.stage_bytes >> 20} MiB"
 
 
 def _tp_rank() -> int:
@@ -431,12 +575,11 @@ def _tp_rank() -> int:
     return int(get_tensor_model_parallel_rank())
 
 
-def _dp_rank(scheduler: Any) -> int:
-    """0.5.11 keeps it on the scheduler, later releases in ``ps``, 0.5.23 in the runtime context."""
-    for owner in (scheduler, getattr(scheduler, "ps", None)):
-        rank = getattr(owner, "dp_rank", _ABSENT)
-        if rank is not _ABSENT:
-            return int(rank or 0)
+def _dp_rank(init: Any, scheduler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """An argument of Scheduler.__init__; from 0.5.23 on it stands in the runtime context."""
+    given = inspect.signature(init).bind(scheduler, *args, **kwargs).arguments
+    if "dp_rank" in given:
+        return int(given["dp_rank"] or 0)
     from sglang.srt.runtime_context import get_parallel
 
     return int(get_parallel().dp_rank or 0)

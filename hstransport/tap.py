@@ -7,13 +7,13 @@ forward passes as a :class:`Pass`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from .capture import plane, split_packed
+from .capture import Planes, planes, split_packed
 from .errors import CaptureError, ProtocolError
-from .exporter import Exporter, OpenSample, RowSpan
+from .exporter import DecodeRun, Exporter, OpenSample, RowSpan
 from .protocol import (
     ABORTED,
     Label,
@@ -74,6 +74,18 @@ class _Followed:
     next_position: int
 
 
+@dataclass
+class _Decode:
+    """Decode steps of one batch, for as long as its requests stay the same."""
+
+    batch: list[Any]
+    positions: list[int] | None
+    """Of each request's row at the first step, as the server told."""
+    rows: list[tuple[_Followed, int]]
+    """The wanted rows: whose, and at which position at the first step."""
+    run: DecodeRun
+
+
 class Tap:
     """``adapt`` makes a :class:`Request` of the server's own request object."""
 
@@ -93,6 +105,7 @@ class Tap:
         # By the identity of the server's own request object, which the entry keeps alive: two
         # requests may carry the same request id.
         self._followed: dict[int, _Followed] = {}
+        self._decode: _Decode | None = None
 
     def guarded(self, step: Callable[..., Any], *args: Any) -> Any:
         """Run a step of capture; an error ends capture, never serving."""
@@ -101,16 +114,17 @@ class Tap:
         try:
             return step(*args)
         except Exception as e:
-            logger.exception("hstransport: %s", e)
-            self.stop(str(e))
+            self.stop(str(e), e)
             return None
 
-    def stop(self, why: str) -> None:
+    def stop(self, why: str, error: Exception | None = None) -> None:
         """End capture for good; all open samples end as aborted, and serving goes on."""
         exporter, self._exporter = self._exporter, None
         if exporter is None:
             return
-        logger.error("hstransport: capture stopped, serving goes on: %s", why)
+        logger.error("hstransport: capture stopped, serving goes on: %s", why, exc_info=error)
+        if error is not None:
+            exporter.abandon_run()
         for f in self._followed.values():
             try:
                 self._end(exporter, f, ABORTED, f"capture stopped: {why}"[:1000])
@@ -124,14 +138,13 @@ class Tap:
 
     def plan(self, batch: Sequence[Any], step: Pass) -> list[RowSpan]:
         """Which rows of the coming pass belong to which sample. ``batch``: its requests."""
+        self._leave_decode()
         spans = []
         row = 0
         for i, raw in enumerate(batch):
             count = step.counts[i]
-            followed = self._followed.get(id(raw))
             position = None if step.positions is None else step.positions[i]
-            if followed is None:
-                followed = self._follow(raw, position)
+            followed = self._followed.get(id(raw)) or self._follow(raw, position)
             if followed is not None and followed.sample is not None:
                 at = followed.next_position if position is None else position
                 followed.next_position = at + count
@@ -141,15 +154,44 @@ class Tap:
             row += count
         return spans
 
-    def take(self, spans: Sequence[RowSpan], states: tuple[Any, Any] | None) -> None:
-        """Copy the planned rows out of ``states``: (final, captured layers).
+    def plan_decode(self, batch: Sequence[Any], positions: list[int] | None) -> DecodeRun:
+        """The same for a decode step: one row for each request of the batch, in its order.
+
+        ``positions``: of these rows; None when the server keeps them on the device. Costs next to
+        nothing while the batch stays the same.
+        """
+        last = self._decode
+        if last is not None and last.run.open and batch == last.batch:
+            steps = last.run.steps
+            if last.positions is None or positions == [p + steps for p in last.positions]:
+                return last.run
+        self._leave_decode()
+        rows = []
+        spans = []
+        for i, raw in enumerate(batch):
+            position = None if positions is None else positions[i]
+            followed = self._followed.get(id(raw)) or self._follow(raw, position)
+            if followed is not None and followed.sample is not None:
+                at = followed.next_position if position is None else position
+                rows.append((followed, at))
+                spans.append(RowSpan(followed.sample, at, i, 1))
+        run = DecodeRun(spans)
+        self._decode = _Decode(list(batch), positions, rows, run)
+        return run
+
+    def _leave_decode(self) -> None:
+        last, self._decode = self._decode, None
+        if last is not None:
+            for followed, at in last.rows:
+                followed.next_position = at + last.run.steps
+
+    def planes(self, states: tuple[Any, Any], stream: int | None = None) -> Planes:
+        """Take the states of a pass: (final, captured layers).
 
         final: ``[tokens, hidden]``. Captured layers: a list of such arrays, or one packed
-        ``[tokens, layers * hidden]``. All may be padded at their end.
+        ``[tokens, layers * hidden]``. All may be padded at their end. ``stream``: the CUDA stream
+        on which they are computed.
         """
-        assert self._exporter is not None
-        if states is None:
-            raise CaptureError("the forward pass did not come through LogitsProcessor.forward")
         final, captured = states
         hidden, layers = self._info.hidden, self._info.layers
         arrays: list[Any] = []
@@ -162,26 +204,43 @@ class Tap:
             raise CaptureError(f"the model captured {len(arrays)} layers, {len(layers)} were asked")
         if self._info.final:
             arrays.append(final)
-        planes = [plane(a, hidden) for a in arrays]
+        return planes(arrays, hidden, stream)
+
+    def take(self, work: Sequence[RowSpan] | DecodeRun, planes: Planes) -> None:
+        """Copy the rows that :meth:`plan` or :meth:`plan_decode` named."""
+        exporter = self._exporter
+        assert exporter is not None
+        spans = work.spans if isinstance(work, DecodeRun) else work
         rows = spans[-1].row + spans[-1].rows
-        for p in planes:
-            if p.rows < rows:
-                raise CaptureError(f"a plane has {p.rows} rows, the batch has {rows}")
-            if p.device != "cpu":
-                raise CaptureError(f"states lie on {p.device}: this release copies from cpu only")
-        self._exporter.rows(spans, planes)
+        if planes.rows < rows:
+            raise CaptureError(f"a plane has {planes.rows} rows, the batch has {rows}")
+        if isinstance(work, DecodeRun):
+            exporter.step(work, planes)
+        else:
+            exporter.rows(spans, planes)
+        exporter.announce()
 
     def retracted(self) -> set[int]:
         """Identities of followed requests that the server has taken back to compute again."""
         return {key for key, f in self._followed.items() if f.request.retracted}
 
+    @property
+    def followed(self) -> int:
+        """Requests seen in a pass and not over yet."""
+        return len(self._followed)
+
     def sweep(self, gone: Collection[int] = ()) -> None:
         """End the samples of requests that are over; those of ``gone`` ended without a trace."""
+        self.finish([key for key, f in self._followed.items() if f.request.over or key in gone])
+
+    def finish(self, keys: Iterable[int]) -> None:
+        """End the samples of requests that are over, by their identities."""
         assert self._exporter is not None
-        over = [key for key, f in self._followed.items() if f.request.over or key in gone]
-        for key in over:
-            f = self._followed.pop(key)
-            self._end(self._exporter, f, *f.request.reason())
+        for key in keys:
+            f = self._followed.pop(key, None)
+            if f is not None:
+                self._end(self._exporter, f, *f.request.reason())
+        self._exporter.announce()
 
     def give_up(self, batch: Sequence[Any], why: str) -> None:
         """End the samples of a batch whose rows are not understood."""

@@ -29,7 +29,7 @@ def connect(publisher, endpoint):
     subscriber.connect(endpoint)
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:  # PUB drops until the subscription has arrived
-        publisher.send(message(0))
+        publisher.send([message(0)])
         if subscriber.wait(0.05):
             return subscriber
     raise AssertionError("never subscribed")
@@ -41,7 +41,7 @@ def test_messages_arrive_in_order_with_metadata_and_place(ring_dir):
     assert (ring_dir / "a.sock").stat().st_mode & 0o777 == 0o600
     subscriber = connect(publisher, endpoint)
     for seq in range(1, 50):
-        publisher.send(message(seq))
+        publisher.send([message(seq)])
     got = [m for m in receive(subscriber, 49) if m.seq]
     assert [m.seq for m in got] == list(range(1, 50))
     assert got[0] == message(1)
@@ -54,7 +54,7 @@ def test_long_metadata_stay_in_the_ring(ring_dir):
     endpoint = f"ipc://{ring_dir}/a.sock"
     publisher = Publisher(endpoint)
     subscriber = connect(publisher, endpoint)
-    publisher.send(message(5, b"x" * 100_000))
+    publisher.send([message(5, b"x" * 100_000)])
     (got,) = [m for m in receive(subscriber, 1) if m.seq == 5]
     assert got.meta == b""
     subscriber.close()
@@ -66,7 +66,7 @@ def test_subscriber_that_never_reads_does_not_block_the_server(ring_dir):
     publisher = Publisher(endpoint)
     subscriber = connect(publisher, endpoint)
     for seq in range(20_000):  # far beyond both queues and the socket's buffers
-        publisher.send(message(seq, b"x" * 4000))
+        publisher.send([message(seq, b"x" * 4000)])
     subscriber.close()
     publisher.close()
 

@@ -8,7 +8,7 @@ import pytest
 from rig.producer import HIDDEN, Producer, tokens
 
 from hstransport import exporter as exporter_module
-from hstransport.capture import plane, split_packed
+from hstransport.capture import plane, planes, split_packed
 from hstransport.channel import Subscriber
 from hstransport.errors import CaptureError, ConfigError
 from hstransport.exporter import RowSpan
@@ -61,9 +61,7 @@ def test_only_the_planned_rows_are_gathered(make):
     producer, reader = make()
     a, b = producer.start("a", 4), producer.start("b", 9)
     states = producer.states(20)
-    producer.exporter.rows(
-        [RowSpan(a, 0, 2, 3), RowSpan(b, 7, 11, 2)], [plane(p, HIDDEN) for p in states]
-    )
+    producer.exporter.rows([RowSpan(a, 0, 2, 3), RowSpan(b, 7, 11, 2)], planes(states, HIDDEN))
     (_, rows, stored) = take(reader)[-1]
     assert rows.segments == ((0, 0, 3), (1, 7, 2))
     assert np.array_equal(stored, states[:, [2, 3, 4, 11, 12]])
@@ -75,7 +73,7 @@ def test_packed_layers_and_padded_planes_are_read_in_place(make):
     packed = producer.states(6)[0].repeat(2, axis=1)  # [6, 2 * hidden]
     final = producer.states(8)[0]
     arrays = [*split_packed(packed, 2, HIDDEN), final]
-    producer.exporter.rows([RowSpan(a, 0, 1, 4)], [plane(p, HIDDEN) for p in arrays])
+    producer.exporter.rows([RowSpan(a, 0, 1, 4)], planes(arrays, HIDDEN))
     (_, _, stored) = take(reader)[-1]
     assert np.array_equal(stored[0], packed[1:5, :HIDDEN])
     assert np.array_equal(stored[1], packed[1:5, HIDDEN:])

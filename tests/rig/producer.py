@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hstransport.capture import plane
+from hstransport.capture import planes
 from hstransport.channel import Publisher
+from hstransport.copyout import Copier, DeviceCopier
 from hstransport.exporter import Exporter, OpenSample, RowSpan
 from hstransport.protocol import FINISHED, SessionInfo, pack_info
 from hstransport.ring import RingWriter
@@ -37,6 +38,7 @@ class Producer:
         policy: str = "drop",
         block_s: float = 1.0,
         publish: bool = False,
+        copier: Copier | None = None,
         **info: Any,
     ) -> None:
         info = {"layers": (2, 3), "final": True, "hidden": HIDDEN, "rows": "all", **info}
@@ -46,7 +48,11 @@ class Producer:
         self.place = ring_path(root, session, run, rank)
         self.ring = RingWriter.create(self.place.path, ring_bytes, pack_info(self.info))
         publisher = Publisher(self.place.endpoint) if publish else None
-        self.exporter = Exporter(self.ring, publisher, self.info, policy=policy, block_s=block_s)
+        if isinstance(copier, DeviceCopier):
+            copier.pin(self.ring)
+        self.exporter = Exporter(
+            self.ring, publisher, self.info, copier=copier, policy=policy, block_s=block_s
+        )
         self._rng = np.random.default_rng(0)
 
     def states(self, count: int) -> Bits:
@@ -62,7 +68,8 @@ class Producer:
         for sample, position, n in spans:
             placed.append(RowSpan(sample, position, row, n))
             row += n
-        self.exporter.rows(placed, [plane(p, self.info.hidden) for p in states])
+        self.exporter.rows(placed, planes(states, self.info.hidden))
+        self.exporter.announce()
         return states
 
     def start(self, name: str, n: int) -> OpenSample:
@@ -73,6 +80,7 @@ class Producer:
         sample = self.start(name, n)
         states = self.rows((sample, 0, n))
         self.exporter.end(sample, FINISHED, n, tokens(1, 99))
+        self.exporter.announce()
         return states
 
     def close(self) -> None:

@@ -1,0 +1,324 @@
+#include "copier.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "check.h"
+
+#ifdef HST_GATHER_FATBIN
+extern "C" const unsigned char hst_gather_fatbin[];  // written by embed.cmake
+#endif
+
+namespace hst {
+
+using namespace cuda;
+
+static constexpr uint64_t kStageAlign = 256;
+static constexpr unsigned kBlocksPerMultiprocessor = 8;
+
+Pinned::Pinned(std::shared_ptr<Device> device, std::shared_ptr<Mapping> map)
+    : device_(std::move(device)), map_(std::move(map)) {
+  ContextScope scope(device_->context());
+  const Driver& d = driver();
+  const Result result = d.host_register(map_->base(), map_->bytes(),
+                                        kHostRegisterPortable | kHostRegisterDeviceMap);
+  if (result != 0) {
+    const char* name = nullptr;
+    d.error_name(result, &name);
+    throw Error(Fault::kCuda,
+                cat("the driver cannot pin the ring's ", map_->bytes(),
+                    " bytes (cuMemHostRegister: ", name ? name : "unknown error",
+                    "): choose a smaller ring (HSTRANSPORT_RING_BYTES), or raise the limit on "
+                    "locked memory (ulimit -l; docker --ulimit memlock=-1) or of the container"));
+  }
+  const Result mapped = d.host_device_ptr(&base_, map_->base(), 0);
+  if (mapped != 0) d.host_unregister(map_->base());
+  check_call(mapped, "cuMemHostGetDevicePointer");
+}
+
+Pinned::~Pinned() {
+  try {
+    ContextScope scope(device_->context());
+    driver().host_unregister(map_->base());
+  } catch (const Error&) {
+    // The process ends, and the driver with it, or its context is lost: nothing is pinned then.
+  }
+}
+
+DevicePtr Pinned::device_ptr(const void* host) const {
+  return base_ + (static_cast<const uint8_t*>(host) - map_->base());
+}
+
+Copier::Copier(int device, uint64_t stage_bytes)
+    : device_(std::make_shared<Device>(device)),
+      stage_bytes_(align_up(stage_bytes, kStageAlign)),
+      pid_(::getpid()) {
+  check(stage_bytes > 0, Fault::kConfig, "stage_bytes=0: a copy needs room on the device");
+  try {
+    ContextScope scope(device_->context());
+    const Result result = driver().mem_alloc(&stage_, stage_bytes_);
+    check(result != 2, Fault::kCuda, "the GPU has no ", stage_bytes_,
+          " bytes left for the stage: choose a smaller one (HSTRANSPORT_STAGE_BYTES), or give "
+          "SGLang less (--mem-fraction-static)");
+    check_call(result, "cuMemAlloc");
+    check_call(driver().stream_create(&stream_, kStreamNonBlocking), "cuStreamCreate");
+    load_kernel();
+  } catch (...) {
+    close();
+    throw;
+  }
+}
+
+Copier::~Copier() { close(); }
+
+void Copier::load_kernel() {
+#ifdef HST_GATHER_FATBIN
+  const Driver& d = driver();
+  // A card that the kernel was not compiled for: the copy engine gathers as well.
+  if (d.module_load(&module_, hst_gather_fatbin) != 0) {
+    module_ = nullptr;
+    return;
+  }
+  check_call(d.module_function(&gather2_, module_, "gather2"), "cuModuleGetFunction");
+  check_call(d.module_function(&gather16_, module_, "gather16"), "cuModuleGetFunction");
+  blocks_ = kBlocksPerMultiprocessor * device_->attribute(kMultiprocessorCount);
+#endif
+}
+
+void Copier::check_open() const {
+  check(is_open() && pid_ == ::getpid(), Fault::kLease,
+        "the copier is closed (or this is a forked child, where CUDA does not work)");
+}
+
+void Copier::pin(const RingWriter& ring) {
+  check_open();
+  pinned_ = std::make_unique<Pinned>(device_, ring.map());
+}
+
+StageClaim Copier::claim(Stream stream, uint64_t bytes) {
+  check_open();
+  check(!claimed_, Fault::kLease, "the stage's last claim was neither sent nor dropped");
+  check(bytes > 0 && bytes <= stage_bytes_, Fault::kConfig, "a claim of ", bytes,
+        " bytes: the stage has ", stage_bytes_);
+  reap();
+  StageClaim claim;
+  claim.begin = head_;
+  const uint64_t room = stage_bytes_ - head_ % stage_bytes_;
+  const uint64_t size = align_up(bytes, kStageAlign);
+  if (size > room) claim.begin += room;
+  claim.end = claim.begin + size;
+  claim.address = stage_ + claim.begin % stage_bytes_;
+
+  // The last copy that reads what this claim overwrites; those before it ended earlier.
+  const Job* blocker = nullptr;
+  for (const Job& job : jobs_) {
+    if (job.begin + stage_bytes_ < claim.end) blocker = &job;
+  }
+  if (blocker) {
+    ContextScope scope(device_->context());
+    check_call(driver().stream_wait(stream, blocker->done, 0), "cuStreamWaitEvent");
+  }
+  head_ = claim.end;
+  claimed_ = true;
+  return claim;
+}
+
+void Copier::launch(Stream stream, GatherArguments& a) {
+  uint64_t all = a.target | a.plane_bytes | a.row_bytes;
+  for (uint32_t p = 0; p < a.planes; ++p) all |= a.plane[p].address | a.plane[p].stride_bytes;
+  const uint64_t items = uint64_t{a.planes} * a.rows;
+  const unsigned blocks = static_cast<unsigned>(std::min<uint64_t>(items, blocks_));
+  void* arguments[] = {&a};
+  check_call(driver().launch(all % 16 == 0 ? gather16_ : gather2_, blocks, 1, 1, kGatherThreads, 1,
+                             1, 0, stream, arguments, nullptr),
+             "cuLaunchKernel");
+}
+
+void Copier::gather_by_engine(Stream stream, const GatherArguments& a) {
+  for (uint32_t p = 0; p < a.planes; ++p) {
+    for (uint32_t r = 0; r < a.runs; ++r) {
+      const GatherRun& run = a.run[r];
+      Memcpy2D copy{};
+      copy.src_type = copy.dst_type = kMemoryDevice;
+      copy.src_device = a.plane[p].address + run.source_row * a.plane[p].stride_bytes;
+      copy.src_pitch = a.plane[p].stride_bytes;
+      copy.dst_device = a.target + p * a.plane_bytes + run.target_row * a.row_bytes;
+      copy.dst_pitch = run.target_step * a.row_bytes;
+      copy.width = a.row_bytes;
+      copy.height = run.rows;
+      if (run.rows == 1) copy.src_pitch = copy.dst_pitch = a.row_bytes;
+      check_call(driver().memcpy_2d(&copy, stream), "cuMemcpy2DAsync");
+    }
+  }
+}
+
+void Copier::gather(Stream stream, const StageClaim& claim, const DevicePlanes& source,
+                    const GatherRun* runs, size_t count, uint64_t plane_rows) {
+  check_open();
+  GatherArguments a{};
+  a.row_bytes = source.row_bytes;
+  a.plane_bytes = plane_rows * source.row_bytes;
+  const uint64_t bytes = source.planes.size() * a.plane_bytes;
+  check(claimed_ && bytes <= claim.end - claim.begin, Fault::kConfig, source.planes.size(),
+        " planes of ", plane_rows, " rows of ", source.row_bytes, " bytes exceed the claim of ",
+        claim.end - claim.begin, " bytes");
+  ContextScope scope(device_->context());
+  for (size_t p0 = 0; p0 < source.planes.size(); p0 += kGatherPlanes) {
+    a.planes = static_cast<uint32_t>(
+        std::min<size_t>(source.planes.size() - p0, static_cast<size_t>(kGatherPlanes)));
+    std::copy_n(&source.planes[p0], a.planes, a.plane);
+    a.target = claim.address + p0 * a.plane_bytes;
+    for (size_t r0 = 0; r0 < count; r0 += kGatherRuns) {
+      a.runs =
+          static_cast<uint32_t>(std::min<size_t>(count - r0, static_cast<size_t>(kGatherRuns)));
+      a.rows = 0;
+      for (uint32_t r = 0; r < a.runs; ++r) {
+        const GatherRun& run = a.run[r] = runs[r0 + r];
+        const uint64_t last = run.target_row + uint64_t{run.rows - 1} * run.target_step;
+        check(run.rows > 0 && (run.rows == 1 || run.target_step > 0) && last < plane_rows,
+              Fault::kConfig, "rows ", run.target_row, " to ", last,
+              " lie outside planes of ", plane_rows, " rows");
+        a.rows += run.rows;
+      }
+      if (has_kernel()) {
+        launch(stream, a);
+      } else {
+        gather_by_engine(stream, a);
+      }
+    }
+  }
+}
+
+uint64_t Copier::send(Stream stream, const StageClaim& claim, const Slot& slot, uint64_t width,
+                      uint64_t pitch, uint64_t height) {
+  check_open();
+  check(pinned_ != nullptr, Fault::kLease, "the ring is not pinned: call pin() first");
+  check(claimed_, Fault::kLease, "this claim was sent or dropped before");
+  check(height > 0 && width <= pitch && (height - 1) * pitch + width <= claim.end - claim.begin,
+        Fault::kConfig, height, " pieces of ", width, " bytes, ", pitch,
+        " apart, exceed the claim of ", claim.end - claim.begin, " bytes");
+  check(width * height == slot.payload_bytes, Fault::kConfig, width * height,
+        " bytes are sent into a payload of ", slot.payload_bytes);
+  const Driver& d = driver();
+  const Mapping& map = *pinned_->map();
+  uint8_t* const payload = map.at(slot.position) + slot.payload_offset;
+  ContextScope scope(device_->context());
+
+  follow(stream);
+  if (width == pitch || height == 1) {
+    check_call(d.memcpy_d2h(payload, claim.address, width * height, stream_), "cuMemcpyDtoHAsync");
+  } else {
+    Memcpy2D copy{};
+    copy.src_type = kMemoryDevice;
+    copy.src_device = claim.address;
+    copy.src_pitch = pitch;
+    copy.dst_type = kMemoryHost;
+    copy.dst_host = payload;
+    copy.dst_pitch = width;
+    copy.width = width;
+    copy.height = height;
+    check_call(d.memcpy_2d(&copy, stream_), "cuMemcpy2DAsync");
+  }
+  // READY (release half): the default flags order this write behind the copy, for all observers.
+  check_call(d.write_value(stream_, pinned_->device_ptr(&map.record(slot.position)->ready),
+                           kCommitted, 0),
+             "cuStreamWriteValue32");
+  finish_claim(claim, ++sent_);
+  return sent_;
+}
+
+void Copier::drop(Stream stream, const StageClaim& claim) {
+  check_open();
+  check(claimed_, Fault::kLease, "this claim was sent or dropped before");
+  ContextScope scope(device_->context());
+  follow(stream);
+  finish_claim(claim, sent_);
+}
+
+// The copy stream does what comes next only after what `stream` has been given so far.
+void Copier::follow(Stream stream) {
+  const Event reached = take_event();
+  check_call(driver().event_record(reached, stream), "cuEventRecord");
+  check_call(driver().stream_wait(stream_, reached, 0), "cuStreamWaitEvent");
+  events_.push_back(reached);  // the wait is for what was recorded: the event may be used anew
+}
+
+void Copier::finish_claim(const StageClaim& claim, uint64_t number) {
+  const Event done = take_event();
+  check_call(driver().event_record(done, stream_), "cuEventRecord");
+  jobs_.push_back({claim.begin, number, done});
+  claimed_ = false;
+}
+
+Event Copier::take_event() {
+  Event event = nullptr;
+  if (events_.empty()) {
+    check_call(driver().event_create(&event, kEventDisableTiming), "cuEventCreate");
+  } else {
+    event = events_.back();
+    events_.pop_back();
+  }
+  return event;
+}
+
+void Copier::reap() {
+  if (jobs_.empty()) return;
+  ContextScope scope(device_->context());
+  while (!jobs_.empty()) {
+    const Result result = driver().event_query(jobs_.front().done);
+    if (result == kNotReady) return;
+    check_call(result, "cuEventQuery");
+    completed_ = std::max(completed_, jobs_.front().number);
+    events_.push_back(jobs_.front().done);
+    jobs_.pop_front();
+  }
+}
+
+uint64_t Copier::completed() {
+  check_open();
+  reap();
+  return completed_;
+}
+
+bool Copier::drain(std::chrono::steady_clock::time_point deadline) {
+  check_open();
+  for (;;) {
+    reap();
+    if (jobs_.empty()) return true;
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+}
+
+void Copier::close() {
+  if (!device_) return;
+  const std::shared_ptr<Device> device = std::move(device_);
+  if (pid_ != ::getpid()) {  // a forked child owns none of it
+    new std::shared_ptr<Device>(device);
+    pinned_.release();
+    return;
+  }
+  try {
+    ContextScope scope(device->context());
+    const Driver& d = driver();
+    while (!jobs_.empty() && d.event_query(jobs_.front().done) == 0) jobs_.pop_front();
+    if (!jobs_.empty() || claimed_) {
+      // What a copy still reads and writes outlives us: the stage, the ring's memory, its pins.
+      new std::shared_ptr<Device>(device);
+      pinned_.release();
+      return;
+    }
+    pinned_.reset();
+    for (const Event event : events_) d.event_destroy(event);
+    if (stream_) d.stream_destroy(stream_);
+    if (module_) d.module_unload(module_);
+    if (stage_) d.mem_free(stage_);
+  } catch (const Error&) {
+    // The context is lost, and all of this with it.
+  }
+  pinned_.reset();
+}
+
+}  // namespace hst

@@ -1,0 +1,122 @@
+// From a GPU into a ring: gather on the caller's stream, copy and commit on a stream of our own.
+//
+//   caller's stream   … model … ─ gather into the stage ─ next forward pass …
+//   copy stream                          └─ copy engine: stage → ring ─ ready = committed
+//
+// The gather is ordered behind the states' kernels and before whatever overwrites them (the next
+// replay of a CUDA graph), so the states' own memory is free again as soon as it has run. The
+// stage is device memory used like a ring; when it is full the *caller's stream* waits for the
+// oldest copies, on the GPU. No call here waits on the CPU, except close().
+#pragma once
+
+#include <chrono>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "cuda_driver.h"
+#include "gather.h"
+#include "ring_writer.h"
+
+namespace hst {
+
+// A ring's memory, registered with the driver for as long as this lives.
+class Pinned {
+ public:
+  Pinned(std::shared_ptr<cuda::Device> device, std::shared_ptr<Mapping> map);
+  ~Pinned();
+  Pinned(const Pinned&) = delete;
+  Pinned& operator=(const Pinned&) = delete;
+
+  const std::shared_ptr<Mapping>& map() const { return map_; }
+  cuda::DevicePtr device_ptr(const void* host) const;
+
+ private:
+  const std::shared_ptr<cuda::Device> device_;
+  const std::shared_ptr<Mapping> map_;
+  cuda::DevicePtr base_ = 0;
+};
+
+// A place of the stage, for one record.
+struct StageClaim {
+  uint64_t begin = 0;  // positions only grow, as the ring's do
+  uint64_t end = 0;
+  cuda::DevicePtr address = 0;
+};
+
+// Planes of equal width on the device.
+struct DevicePlanes {
+  std::vector<GatherPlane> planes;
+  uint64_t row_bytes = 0;
+};
+
+class Copier {
+ public:
+  Copier(int device, uint64_t stage_bytes);
+  ~Copier();
+  Copier(const Copier&) = delete;
+  Copier& operator=(const Copier&) = delete;
+
+  // Registers the ring with the driver: a GPU can only write into pinned memory.
+  void pin(const RingWriter& ring);
+
+  // One claim at a time: send() or drop() it before the next. `stream` waits until the copies
+  // that still read this part of the stage have ended.
+  StageClaim claim(cuda::Stream stream, uint64_t bytes);
+  // Copies rows into the claim, which then holds planes of plane_rows rows each.
+  void gather(cuda::Stream stream, const StageClaim& claim, const DevicePlanes& source,
+              const GatherRun* runs, size_t count, uint64_t plane_rows);
+  // Copies `height` pieces of `width` bytes, `pitch` bytes apart, into the record and commits it,
+  // both behind what `stream` has been given so far. Returns the copy's number, from 1.
+  uint64_t send(cuda::Stream stream, const StageClaim& claim, const Slot& slot, uint64_t width,
+                uint64_t pitch, uint64_t height);
+  // Gives a claim back unsent.
+  void drop(cuda::Stream stream, const StageClaim& claim);
+
+  // Number of the last copy that has ended, and all before it.
+  uint64_t completed();
+  // Waits for all copies, at most until `deadline`; false when some have not ended by then.
+  bool drain(std::chrono::steady_clock::time_point deadline);
+  // Gives everything back. Call drain() before: what a copy still under way uses is never freed.
+  void close();
+  bool is_open() const { return device_ != nullptr; }
+
+  uint64_t stage_bytes() const { return stage_bytes_; }
+  cuda::Stream stream() const { return stream_; }
+  bool has_kernel() const { return gather16_ != nullptr; }
+
+ private:
+  struct Job {
+    uint64_t begin;  // of its part of the stage
+    uint64_t number;
+    cuda::Event done;
+  };
+
+  void check_open() const;
+  void load_kernel();
+  void gather_by_engine(cuda::Stream stream, const GatherArguments& a);
+  void launch(cuda::Stream stream, GatherArguments& a);
+  cuda::Event take_event();
+  void follow(cuda::Stream stream);
+  void finish_claim(const StageClaim& claim, uint64_t number);
+  void reap();
+
+  std::shared_ptr<cuda::Device> device_;
+  const uint64_t stage_bytes_;
+  cuda::DevicePtr stage_ = 0;
+  cuda::Stream stream_ = nullptr;
+  cuda::Module module_ = nullptr;
+  cuda::Function gather16_ = nullptr;
+  cuda::Function gather2_ = nullptr;
+  unsigned blocks_ = 0;
+  std::unique_ptr<Pinned> pinned_;
+  uint64_t head_ = 0;
+  uint64_t sent_ = 0;
+  uint64_t completed_ = 0;
+  bool claimed_ = false;
+  std::deque<Job> jobs_;
+  std::vector<cuda::Event> events_;  // spare ones
+  const int pid_;
+};
+
+}  // namespace hst

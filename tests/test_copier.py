@@ -1,0 +1,469 @@
+"""Out of a GPU into the ring, on a CUDA driver without a GPU: order, lifetime, ends.
+
+What a real device does with it is test_gpu_copier.py's.
+"""
+
+import ctypes
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rig.fake_cuda import FakeArray, FakeStream, load, on_fake_cuda
+from rig.producer import HIDDEN, Producer, tokens
+
+from hstransport.capture import plane, planes
+from hstransport.copyout import MAX_DECODE_STEPS, DeviceCopier
+from hstransport.errors import CaptureError, ConfigError, CudaError, LeaseError
+from hstransport.exporter import DecodeRun, RowSpan
+from hstransport.protocol import END, FINISHED, ROWS, unpack_event
+from hstransport.ring import RingReader, inspect_ring
+from hstransport.tap import Pass, Tap
+
+PLANES = 3
+ROW_BYTES = PLANES * HIDDEN * 2
+
+
+def device_planes(states, stream=0):
+    return planes([FakeArray(p, stream) for p in states], HIDDEN)
+
+
+def read_all(reader, records, *, seconds=20.0):
+    """``(event, states copied)`` of that many records, each as soon as it is committed."""
+    got = []
+    deadline = time.monotonic() + seconds
+    while len(got) < records:
+        assert time.monotonic() < deadline, f"{len(got)} of {records} records came"
+        record = reader.read()
+        if record is None:
+            time.sleep(20e-6)
+            continue
+        event = unpack_event(record.kind, record.meta)
+        states = None
+        if record.kind == ROWS and not record.abandoned:
+            states = record.payload.view(np.uint16).reshape(PLANES, event.rows, HIDDEN).copy()
+        got.append((event, states))
+        record.release()
+    return got
+
+
+def open_pair(ring_dir, *, stage_rows=64, **options):
+    copier = DeviceCopier(0, stage_rows * ROW_BYTES)
+    producer = Producer(ring_dir, copier=copier, **options)
+    return producer, RingReader.attach(producer.place.path)
+
+
+@on_fake_cuda()
+def test_a_record_is_ready_only_when_its_bytes_are_there(ring_dir):
+    producer, reader = open_pair(ring_dir, policy="block", block_s=20)
+    rng = np.random.default_rng(1)
+    sample = producer.start("a", 4)
+    read_all(reader, 1)
+    for n in rng.integers(1, 33, 100):
+        states = producer.states(int(n))
+        producer.exporter.rows([RowSpan(sample, 0, 0, int(n))], device_planes(states))
+        ((event, got),) = read_all(reader, 1)
+        assert event.rows == n
+        assert np.array_equal(got, states)
+    producer.close()
+
+
+@on_fake_cuda()
+def test_only_the_planned_rows_are_gathered_also_of_packed_planes(ring_dir):
+    producer, reader = open_pair(ring_dir)
+    a, b = producer.start("a", 4), producer.start("b", 9)
+    packed = producer.states(20)
+    wide = np.ascontiguousarray(packed.transpose(1, 0, 2)).reshape(20, PLANES * HIDDEN)
+    arrays = [wide[:, k * HIDDEN : (k + 1) * HIDDEN] for k in range(PLANES)]
+    spans = [RowSpan(a, 0, 2, 3), RowSpan(b, 7, 11, 2), RowSpan(b, 9, 13, 1)]
+    producer.exporter.rows(spans, device_planes(arrays))
+    event, got = read_all(reader, 3)[-1]
+    assert event.segments == ((0, 0, 3), (1, 7, 2), (1, 9, 1))
+    assert np.array_equal(got, packed[:, [2, 3, 4, 11, 12, 13]])
+    producer.close()
+
+
+def replays(ring_dir, *, ordered):
+    """Static buffers that every replay overwrites, each replay's rows exported in between."""
+    producer, reader = open_pair(ring_dir, ring_bytes=4 << 20)
+    stream = FakeStream()
+    static = producer.states(8)
+    sources = [producer.states(8) for _ in range(60)]
+    sample = producer.start("a", 4)
+    read_all(reader, 1)
+    copy_stream = producer.exporter._copier.stream
+    for source in sources:
+        stream.write(static, source)  # the replay
+        exported = device_planes(static, stream.handle if ordered else copy_stream)
+        producer.exporter.rows([RowSpan(sample, 0, 0, 8)], exported)
+    wrong = sum(
+        not np.array_equal(got, source)
+        for (_, got), source in zip(read_all(reader, len(sources)), sources, strict=True)
+    )
+    producer.close()
+    return wrong
+
+
+@on_fake_cuda()
+def test_static_buffers_are_read_before_the_next_replay_writes_them(ring_dir):
+    assert replays(ring_dir, ordered=True) == 0
+
+
+@on_fake_cuda()
+def test_without_the_callers_stream_the_same_replays_are_torn(ring_dir):
+    assert replays(ring_dir, ordered=False) > 0
+
+
+@on_fake_cuda(FAKE_CUDA_DELAY_US=1000)
+def test_a_full_stage_makes_the_stream_wait_and_loses_nothing(ring_dir):
+    """The stage holds two passes; the copies out of it are slower than the passes come."""
+    producer, reader = open_pair(ring_dir, stage_rows=17, ring_bytes=4 << 20)
+    stream = FakeStream()
+    sample = producer.start("a", 4)
+    read_all(reader, 1)
+    sent = [producer.states(8) for _ in range(40)]
+    for states in sent:
+        producer.exporter.rows([RowSpan(sample, 0, 0, 8)], device_planes(states, stream.handle))
+    for (_, got), states in zip(read_all(reader, len(sent)), sent, strict=True):
+        assert np.array_equal(got, states)
+    producer.close()
+
+
+@on_fake_cuda()
+def test_a_pass_larger_than_the_stage_goes_in_pieces(ring_dir):
+    producer, reader = open_pair(ring_dir, stage_rows=16, ring_bytes=4 << 20)
+    sample = producer.start("a", 4)
+    states = producer.states(100)
+    producer.exporter.rows([RowSpan(sample, 0, 0, 100)], device_planes(states))
+    pieces = read_all(reader, 1 + 7)[1:]
+    assert [e.rows for e, _ in pieces] == [16] * 6 + [4]
+    assert np.array_equal(np.concatenate([s for _, s in pieces], axis=1), states)
+    producer.close()
+
+
+def decode(producer, run, steps, stream=0):
+    """That many steps of the run; returns ``[steps][planes, rows, hidden]``."""
+    all_states = []
+    for _ in range(steps):
+        states = producer.states(max(s.row for s in run.spans) + 1)
+        producer.exporter.step(run, device_planes(states, stream))
+        all_states.append(states)
+    return all_states
+
+
+@on_fake_cuda()
+def test_decode_steps_are_gathered_into_one_record(ring_dir):
+    producer, reader = open_pair(ring_dir, stage_rows=4 * MAX_DECODE_STEPS, ring_bytes=8 << 20)
+    a, b, c = (producer.start(name, 4) for name in "abc")
+    read_all(reader, 3)
+    run = DecodeRun([RowSpan(a, 4, 0, 1), RowSpan(b, 9, 2, 1), RowSpan(c, 5, 3, 1)])
+    states = decode(producer, run, MAX_DECODE_STEPS)
+    assert not run.open
+    ((event, got),) = read_all(reader, 1)
+    assert event.segments == ((0, 4, 32), (1, 9, 32), (2, 5, 32))
+    for k, row in enumerate([0, 2, 3]):
+        expected = np.stack([s[:, row] for s in states], axis=1)
+        assert np.array_equal(got[:, 32 * k : 32 * k + 32], expected)
+    producer.close()
+
+
+@on_fake_cuda()
+def test_a_run_of_decode_steps_ends_early_when_something_else_comes(ring_dir):
+    producer, reader = open_pair(ring_dir, ring_bytes=8 << 20)
+    a, b = producer.start("a", 4), producer.start("b", 4)
+    read_all(reader, 2)
+    run = DecodeRun([RowSpan(a, 4, 0, 1), RowSpan(b, 9, 1, 1)])
+    first = decode(producer, run, 3)
+    prefill = producer.states(5)
+    producer.exporter.rows([RowSpan(b, 20, 0, 5)], device_planes(prefill))
+    assert not run.open
+    again = DecodeRun([RowSpan(a, 7, 1, 1)])
+    last = decode(producer, again, 2)
+    producer.exporter.end(a, FINISHED, 9, tokens(6))
+    (e1, s1), (e2, s2), (e3, s3), (e4, _) = read_all(reader, 4)
+    assert e1.segments == ((0, 4, 3), (1, 9, 3))
+    assert np.array_equal(s1[:, :3], np.stack([s[:, 0] for s in first], axis=1))
+    assert np.array_equal(s1[:, 3:], np.stack([s[:, 1] for s in first], axis=1))
+    assert e2.segments == ((1, 20, 5),) and np.array_equal(s2, prefill)
+    assert e3.segments == ((0, 7, 2),)
+    assert np.array_equal(s3, np.stack([s[:, 1] for s in last], axis=1))
+    assert (e4.sid, e4.tokens, e4.dropped) == (0, 9, 0)
+    producer.close()
+
+
+@on_fake_cuda()
+def test_gathered_steps_are_dropped_and_counted_when_the_ring_is_full(ring_dir):
+    producer, reader = open_pair(ring_dir, ring_bytes=1 << 20, policy="drop")
+    a, filler = producer.start("a", 4), producer.start("f", 4)
+    while True:  # until the ring is full
+        producer.exporter.rows([RowSpan(filler, 0, 0, 60)], device_planes(producer.states(60)))
+        if filler.dropped:
+            break
+    run = DecodeRun([RowSpan(a, 4, 0, 1)])
+    decode(producer, run, MAX_DECODE_STEPS)
+    with pytest.raises(CaptureError, match="begin another"):
+        decode(producer, run, 1)
+    decode(producer, DecodeRun([RowSpan(a, 36, 0, 1)]), 10)  # of a sample that is spoilt by now
+    producer.exporter.end(a, FINISHED, 46, tokens(43))
+    assert a.dropped == MAX_DECODE_STEPS + 10
+    records = inspect_ring(producer.place.path).records
+    ends = [e for e, _ in read_all(reader, records) if not hasattr(e, "prompt")]
+    assert ends[-1].dropped == MAX_DECODE_STEPS + 10
+    # The stage is free again, and what comes next is right.
+    b = producer.start("b", 4)
+    states = producer.states(40)
+    producer.exporter.rows([RowSpan(b, 0, 0, 40)], device_planes(states))
+    assert np.array_equal(read_all(reader, 2)[-1][1], states)
+    producer.close()
+
+
+@on_fake_cuda(FAKE_CUDA_DELAY_US=20_000)
+def test_sources_are_held_until_they_are_copied(ring_dir):
+    producer, reader = open_pair(ring_dir, ring_bytes=4 << 20)
+    sample = producer.start("a", 4)
+    states = producer.states(8)
+    expected = states.copy()
+    arrays = [FakeArray(p) for p in states]
+    alive = weakref.ref(arrays[0])
+    producer.exporter.rows([RowSpan(sample, 0, 0, 8)], planes(arrays, HIDDEN))
+    producer.exporter.announce()
+    del arrays
+    gc.collect()
+    assert alive() is not None, "the source was let go before its copy had ended"
+    assert np.array_equal(read_all(reader, 2)[-1][1], expected)
+    deadline = time.monotonic() + 5
+    while alive() is not None:
+        assert time.monotonic() < deadline, "the source was never let go"
+        producer.exporter.announce()
+        time.sleep(0.01)
+    producer.close()
+
+
+@on_fake_cuda(FAKE_CUDA_DELAY_US=20_000, FAKE_CUDA_LOG="registered")
+def test_an_orderly_end_waits_for_copies_and_unpins_before_it_unmaps(ring_dir):
+    os.chdir(ring_dir)
+    producer, reader = open_pair(ring_dir, ring_bytes=4 << 20)
+    sample = producer.start("a", 4)
+    sent = [producer.states(8) for _ in range(5)]
+    for states in sent:
+        producer.exporter.rows([RowSpan(sample, 0, 0, 8)], device_planes(states))
+    ring = producer.ring
+    producer.close()  # in the middle of the copies
+    (registered, address), (unregistered, same) = (
+        line.split() for line in Path("registered").read_text().splitlines()
+    )
+    assert (registered, unregistered, address) == ("register", "unregister", same)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line.split("-")[0] for line in maps if ".ring" in line]
+    assert f"{int(address, 16):x}" in [m.lstrip("0") for m in mapped], "unmapped before unpinned"
+    for (_, got), states in zip(read_all(reader, 6)[1:], sent, strict=True):
+        assert np.array_equal(got, states)
+    assert reader.closed and not ring.core.is_open
+
+
+@on_fake_cuda(FAKE_CUDA_DELAY_US=0)
+def test_the_gate_takes_device_arrays_of_any_library(ring_dir):
+    states = np.arange(6 * HIDDEN, dtype=np.uint16).reshape(6, HIDDEN)
+    taken = planes([FakeArray(states, stream=77)], HIDDEN)
+    assert (taken.device, taken.stream, taken.rows) == (0, 77, 6)
+    assert taken.planes[0].address == states.ctypes.data
+    with pytest.raises(CaptureError, match="several devices"):
+        planes([FakeArray(states), states], HIDDEN)
+    with pytest.raises(CudaError, match="host memory"):
+        producer, _ = open_pair(ring_dir)
+        producer.exporter.rows([RowSpan(producer.start("a", 6), 0, 0, 6)], planes([states], HIDDEN))
+
+
+def test_the_gate_takes_dlpack():
+    class Foreign:
+        """Speaks DLPack and nothing else."""
+
+        def __init__(self, array):
+            self._array = array
+
+        def __dlpack__(self, **options):
+            return self._array.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return self._array.__dlpack_device__()
+
+    states = np.arange(6 * HIDDEN, dtype=np.uint16).reshape(6, HIDDEN)
+    got = plane(Foreign(states[1:]), HIDDEN)
+    assert (got.address, got.rows, got.device) == (states[1:].ctypes.data, 5, None)
+    torch = pytest.importorskip("torch")
+    tensor = torch.randn(6, 2 * HIDDEN).to(torch.bfloat16)
+    got = plane(Foreign(tensor[:, HIDDEN:]), HIDDEN)
+    assert got.address == tensor.data_ptr() + 2 * HIDDEN
+    assert got.stride_bytes == 4 * HIDDEN
+    with pytest.raises(CaptureError, match="bfloat16"):
+        plane(Foreign(tensor.float()), 2 * HIDDEN)
+
+
+@on_fake_cuda(FAKE_CUDA_FAIL="cuMemHostRegister_v2:1:2")
+def test_a_ring_that_cannot_be_pinned_says_what_to_do(ring_dir):
+    with pytest.raises(CudaError, match=r"OUT_OF_MEMORY.*HSTRANSPORT_RING_BYTES.*memlock"):
+        open_pair(ring_dir)
+
+
+@on_fake_cuda(FAKE_CUDA_FAIL="cuMemAlloc_v2:1:2")
+def test_a_gpu_without_room_for_the_stage_says_what_to_do(ring_dir):
+    with pytest.raises(CudaError, match=r"HSTRANSPORT_STAGE_BYTES.*mem-fraction-static"):
+        open_pair(ring_dir)
+
+
+@on_fake_cuda()
+def test_claims_and_shapes_are_checked(ring_dir):
+    copier = DeviceCopier(0, 1 << 20)
+    core = copier._core
+    with pytest.raises(ConfigError, match="the stage has 1048576"):
+        core.claim(0, (1 << 20) + 1)
+    claim = core.claim(0, 1000)
+    with pytest.raises(LeaseError, match="neither sent nor dropped"):
+        core.claim(0, 1000)
+    native = copier._native(device_planes(np.zeros((1, 4, HIDDEN), np.uint16)))
+    with pytest.raises(ConfigError, match="exceed the claim"):
+        core.gather(0, claim, native, [(0, 4, 0, 1)], 400)
+    with pytest.raises(ConfigError, match="outside planes of 4 rows"):
+        core.gather(0, claim, native, [(0, 4, 1, 1)], 4)
+    core.drop(0, claim)
+    with pytest.raises(LeaseError, match="sent or dropped"):
+        core.drop(0, claim)
+    with pytest.raises(ConfigError, match="there are 1 CUDA devices"):
+        DeviceCopier(1, 1 << 20)
+    copier.close()
+    with pytest.raises(LeaseError, match="closed"):
+        core.claim(0, 1000)
+
+
+class Request:
+    """A server's request, for a tap."""
+
+    probe, tags, retracted, over = False, {}, False, False
+
+    def __init__(self, rid, prompt):
+        self.rid, self.prompt, self.output = rid, tokens(prompt), tokens(0)
+
+    def unfit(self):
+        return ""
+
+    def reason(self):
+        return FINISHED, ""
+
+
+FAILING = (
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpy2DAsync_v2",
+    "cuEventRecord",
+    "cuStreamWriteValue32_v2",
+    "cuStreamWaitEvent",
+    "cuEventQuery",
+)
+
+
+def an_error_ends_capture_once(ring_dir):
+    import logging
+
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
+    logging.getLogger("hstransport").addHandler(handler)
+    producer, reader = open_pair(ring_dir, ring_bytes=4 << 20)
+    tap = Tap(producer.info, producer.exporter, lambda r: r, tagged_only=False)
+    requests = [Request("a", 8), Request("b", 8)]
+    for step in range(12):
+        states = producer.states(16)
+        if step % 2 == 0:
+            work = tap.guarded(tap.plan, requests, Pass([8 * step] * 2, [8, 8]))
+        else:
+            work = tap.guarded(tap.plan_decode, requests, [8 * step] * 2)
+        if work:
+            tap.guarded(tap.take, work, device_planes(states))
+        time.sleep(0.002)
+    errors = [text for level, text in lines if level == "ERROR"]
+    assert len(errors) == 1, lines
+    assert "CUDA_ERROR_LAUNCH_FAILED" in errors[0] and "serving goes on" in errors[0]
+    assert reader.closed
+    ends, torn = [], 0
+    while reader.cursor != reader.head:
+        record = reader.read()
+        assert record is not None, "a record is pending in a closed ring"
+        torn += record.abandoned
+        if record.kind == END:
+            ends.append(unpack_event(END, record.meta))
+        record.release()
+    assert [(e.reason, "LAUNCH_FAILED" in e.detail) for e in ends] == [("aborted", True)] * 2
+
+
+def _make_failure_test(call):
+    @on_fake_cuda(FAKE_CUDA_FAIL=f"{call}:3:719")
+    def test(ring_dir):
+        an_error_ends_capture_once(ring_dir)
+
+    test.__name__ = test.__wrapped__.__name__ = f"test_an_error_of_{call}_ends_capture_once"
+    return test
+
+
+for _call in FAILING:
+    globals()[f"test_an_error_of_{_call}_ends_capture_once"] = _make_failure_test(_call)
+
+
+SERVER = """
+import sys
+from pathlib import Path
+from rig.fake_cuda import load
+load()
+import test_copier as t
+producer, _ = t.Producer(Path(sys.argv[1]), copier=t.DeviceCopier(0, 1 << 20)), None
+sample = producer.start("a", 4)
+while True:
+    states = producer.states(20)
+    states[:] = states[:, :1]  # every row the same
+    producer.exporter.rows([t.RowSpan(sample, 0, 0, 20)], t.device_planes(states))
+    print("sent", flush=True)
+"""
+
+
+@on_fake_cuda(FAKE_CUDA_DELAY_US=500)
+def test_a_server_killed_in_the_middle_of_copies_leaves_whole_records_only(ring_dir):
+    for _ in range(5):
+        server = subprocess.Popen(
+            [sys.executable, "-c", SERVER, str(ring_dir)], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(100):
+            assert server.stdout.readline()
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+        (path,) = (ring_dir / "s").glob("*.ring")
+        with RingReader.attach(path) as reader:
+            whole = 0
+            while reader.cursor != reader.head:
+                record = reader.read()
+                if record is None:
+                    assert reader.skip_pending() is not None
+                    continue
+                if record.kind == ROWS:
+                    states = record.payload.view(np.uint16).reshape(PLANES, -1, HIDDEN)
+                    assert (states == states[:, :1]).all()
+                    whole += 1
+                record.release()
+            assert whole
+            assert reader.unlink_if_orphaned()
+
+
+def test_a_machine_without_a_driver_says_so():
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        with pytest.raises(CudaError, match="no CUDA driver"):
+            DeviceCopier(0, 1 << 20)
+    else:
+        pytest.skip("there is a CUDA driver here")
+
+
+_ = load  # for the processes that import this module's names
