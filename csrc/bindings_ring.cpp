@@ -155,6 +155,15 @@ static void bind_producer(nb::module_& m) {
           },
           "path"_a, "capacity_bytes"_a, "info"_a, "progress"_a.none())
       .def("reserve", &reserve, "kind"_a, "meta"_a, "payload_bytes"_a, "wait_s"_a, "leave_bytes"_a)
+      .def(
+          "put",
+          [](RingWriter& writer, uint32_t kind, const nb::bytes& meta) -> nb::object {
+            const auto slot = writer.reserve(kind, {meta.c_str(), meta.size()}, 0, 0);
+            if (!slot) return nb::none();
+            writer.finish(*slot, kCommitted);
+            return nb::make_tuple(slot->seq, slot->position, slot->record_bytes);
+          },
+          "kind"_a, "meta"_a)
       .def("max_payload_bytes", &RingWriter::max_payload_bytes, "meta_bytes"_a, "leave_bytes"_a)
       .def("record_drop", &RingWriter::record_drop, "payload_bytes"_a)
       .def("consumer_attached", &RingWriter::consumer_attached)

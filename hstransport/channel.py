@@ -13,7 +13,7 @@ from pathlib import Path
 import zmq
 
 from .errors import ProtocolError
-from .protocol import Message, pack_message, unpack_message
+from .protocol import Message, pack_messages, unpack_messages
 
 MAX_REPEATED_META_BYTES = 64 << 10
 """Metadata longer than this are not repeated in the message; they are in the ring."""
@@ -34,12 +34,10 @@ class Publisher:
 
     def send(self, messages: Sequence[Message]) -> None:
         """Tell of records, in one go: what costs is the wake-up. Never waits."""
-        parts = []
-        for message in messages:
-            if len(message.meta) > MAX_REPEATED_META_BYTES:
-                message = Message(*_place(message), b"")
-            parts.append(pack_message(message))
-        self._socket.send_multipart(parts, zmq.NOBLOCK)
+        told = [
+            m if len(m.meta) <= MAX_REPEATED_META_BYTES else m._replace(meta=b"") for m in messages
+        ]
+        self._socket.send(pack_messages(told), zmq.NOBLOCK)
 
     def close(self) -> None:
         self._socket.close()
@@ -60,7 +58,7 @@ class Subscriber:
         """Well-formed messages received."""
         self.malformed = 0
         """Messages that broke the protocol; they were counted here and skipped."""
-        self._parts: deque[bytes] = deque()  # of the last send: one message each
+        self._received: deque[Message] = deque()  # of the last send
 
     def connect(self, endpoint: str) -> None:
         self._socket.connect(endpoint)
@@ -78,24 +76,20 @@ class Subscriber:
 
     def receive(self) -> Message | None:
         """The next well-formed message, or None when there is none now."""
-        while True:
-            if not self._parts:
-                try:
-                    self._parts.extend(self._socket.recv_multipart(zmq.NOBLOCK))
-                except zmq.Again:
-                    return None
+        while not self._received:
             try:
-                message = unpack_message(self._parts.popleft())
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            try:
+                if len(parts) != 1:
+                    raise ProtocolError(f"message of {len(parts)} parts")
+                self._received.extend(unpack_messages(parts[0]))
             except ProtocolError:
                 self.malformed += 1
-                continue
-            self.messages += 1
-            return message
+        self.messages += 1
+        return self._received.popleft()
 
     def close(self) -> None:
         self._socket.close()
         self._context.term()
-
-
-def _place(m: Message) -> tuple[str, int, int, int, int, int]:
-    return m.run, m.rank, m.kind, m.seq, m.position, m.record_bytes

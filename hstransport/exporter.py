@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from .capture import Planes
@@ -42,6 +42,8 @@ RECORD_PAYLOAD_BYTES = 256 << 20
 """Rows of one forward pass are split into records of at most this size."""
 MAX_PENDING_BYTES = 64 << 20
 """Metadata of START and END records that wait for room; beyond it samples are lost, and counted."""
+SMALL_META_BYTES = 64 << 10
+"""Metadata of this size fit into every ring: MIN_RING_BYTES of the settings is much more."""
 _LOG_EVERY_S = 10.0
 _RETRY_PENDING_S = 0.05
 
@@ -154,7 +156,7 @@ class Exporter:
             if not self._can_fit(meta):
                 # Its name and its end are told; its rows could not be told apart without tokens.
                 sample.dropped = len(prompt)
-                bare = replace(start, prompt=prompt[:0], labels={}, loss_mask=None)
+                bare = start._replace(prompt=prompt[:0], labels={}, loss_mask=None)
                 kind, meta = pack_event(bare)
                 self._complain(f"the prompt of sample {id!r} ({len(prompt)} tokens) is too long")
             if not self._emit(kind, meta):
@@ -256,7 +258,7 @@ class Exporter:
                 self._drop(span._replace(rows=run.steps))
             return
         run._gathered.send(slot)
-        self._tell(kind, slot, meta)
+        self._tell(kind, _place(slot), meta)
 
     def _rows(self, spans: Sequence[RowSpan], planes: Planes) -> None:
         room = self._flush_pending(self._wait_s)  # a START must come before its rows
@@ -301,7 +303,7 @@ class Exporter:
     def _end(self, sample: OpenSample, end: End) -> None:
         kind, meta = pack_event(end)
         if not self._can_fit(meta):
-            bare = replace(end, output=end.output[:0], dropped=max(end.dropped, 1))
+            bare = end._replace(output=end.output[:0], dropped=max(end.dropped, 1))
             kind, meta = pack_event(bare)
         if not self._emit(kind, meta):
             self.samples_lost += 1
@@ -370,7 +372,7 @@ class Exporter:
                 self._drop(span)
             return
         self._copier.copy(slot, row_ranges(live), planes)
-        self._tell(kind, slot, meta)
+        self._tell(kind, _place(slot), meta)
 
     def _reserve(
         self, kind: int, meta: bytes, payload_bytes: int, wait_s: float
@@ -389,6 +391,8 @@ class Exporter:
     def _can_fit(self, meta: bytes) -> bool:
         """Whether an empty ring has room for the metadata wherever its head stands."""
         size = len(meta)
+        if size <= SMALL_META_BYTES:
+            return True
         return size <= MAX_META_BYTES and self._ring.max_payload_bytes(size, 0) > 0
 
     def _emit(self, kind: int, meta: bytes) -> bool:
@@ -419,11 +423,15 @@ class Exporter:
                     return
 
     def _write_event(self, kind: int, meta: bytes, wait_s: float = 0.0) -> bool:
-        slot = self._reserve(kind, meta, 0, wait_s)
-        if slot is None:
+        place = self._ring.put(kind, meta) if not wait_s else None
+        if place is None and wait_s:
+            slot = self._reserve(kind, meta, 0, wait_s)
+            if slot is not None:
+                slot.commit()
+                place = _place(slot)
+        if place is None:
             return False
-        slot.commit()
-        self._tell(kind, slot, meta)
+        self._tell(kind, place, meta)
         return True
 
     def _flush_pending(self, wait_s: float = 0.0) -> bool:
@@ -435,11 +443,9 @@ class Exporter:
             self._pending_bytes -= len(meta)
         return True
 
-    def _tell(self, kind: int, slot: Reservation, meta: bytes) -> None:
+    def _tell(self, kind: int, place: tuple[int, int, int], meta: bytes) -> None:
         if self._publisher is not None:
-            info = self._info
-            place = (slot.seq, slot.position, slot.record_bytes)
-            self._untold.append(Message(info.run, info.rank, kind, *place, meta))
+            self._untold.append(Message(self._info.run, self._info.rank, kind, *place, meta))
 
     def _drop(self, span: RowSpan) -> None:
         self._ring.record_drop(span.rows * self._info.row_bytes)
@@ -477,3 +483,7 @@ def row_ranges(spans: Sequence[RowSpan]) -> list[RowRange]:
     if stop > start:
         ranges.append(RowRange(start, stop - start))
     return ranges
+
+
+def _place(slot: Reservation) -> tuple[int, int, int]:
+    return slot.seq, slot.position, slot.record_bytes

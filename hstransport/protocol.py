@@ -16,9 +16,11 @@ Payload of ``ROWS``: ``[planes, rows, hidden]`` bf16 little-endian, contiguous; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import msgpack
@@ -34,7 +36,8 @@ KINDS = {ROWS: "rows", START: "start", END: "end"}
 
 MAX_META_BYTES = 8 << 20
 """Largest metadata of a record; a START carries its prompt's token ids in it (4 bytes each)."""
-MAX_MESSAGE_BYTES = MAX_META_BYTES + 1024
+MAX_MESSAGE_BYTES = 16 << 20
+"""Largest ZeroMQ message that is looked at; one tells of the records of one forward pass."""
 MAX_LABEL_BYTES = 64 << 10
 """Largest msgpack size of a sample's labels."""
 MAX_ID_BYTES = 512
@@ -95,8 +98,10 @@ class SessionInfo:
         return (*self.layers, "final") if self.final else self.layers
 
 
-@dataclass(frozen=True)
-class Start:
+# Events are tuples: the server makes one or more for every request on its own thread.
+
+
+class Start(NamedTuple):
     """A request enters capture."""
 
     sid: int
@@ -105,7 +110,7 @@ class Start:
     rid: str
     """SGLang's request id."""
     prompt: TokenIds
-    labels: Mapping[str, Label] = field(default_factory=dict)
+    labels: Mapping[str, Label] = MappingProxyType({})
     loss_mask: tuple[int, ...] | None = None
     """Alternating run lengths beginning with zeros (``[0,0,1,1,1]`` is ``(2, 3)``)."""
     time: float = 0.0
@@ -119,8 +124,7 @@ class Segment(NamedTuple):
     rows: int
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Which rows a record holds, in the order of its payload."""
 
     segments: tuple[Segment, ...]
@@ -130,8 +134,7 @@ class Rows:
         return sum(s.rows for s in self.segments)
 
 
-@dataclass(frozen=True)
-class End:
+class End(NamedTuple):
     """A request is over. Rows at positions >= ``tokens`` are surplus and are not kept."""
 
     sid: int
@@ -183,7 +186,7 @@ def unpack_info(data: bytes) -> SessionInfo:
 def pack_event(event: Event) -> tuple[int, bytes]:
     """Return ``(kind, metadata)`` of a record."""
     if isinstance(event, Rows):
-        return ROWS, bytes(msgpack.packb({"seg": [x for s in event.segments for x in s]}))
+        return ROWS, _pack({"seg": [x for s in event.segments for x in s]})
     if isinstance(event, Start):
         meta: dict[str, Any] = {
             "sid": event.sid,
@@ -196,7 +199,7 @@ def pack_event(event: Event) -> tuple[int, bytes]:
             meta["labels"] = dict(event.labels)
         if event.loss_mask is not None:
             meta["mask"] = list(event.loss_mask)
-        return START, bytes(msgpack.packb(meta))
+        return START, _pack(meta)
     meta = {
         "sid": event.sid,
         "reason": event.reason,
@@ -208,7 +211,7 @@ def pack_event(event: Event) -> tuple[int, bytes]:
             meta[key] = value
     if event.detail:
         meta["detail"] = event.detail
-    return END, bytes(msgpack.packb(meta))
+    return END, _pack(meta)
 
 
 def unpack_event(kind: int, data: bytes) -> Event:
@@ -249,9 +252,8 @@ def unpack_event(kind: int, data: bytes) -> Event:
     raise ProtocolError(f"record kind {kind} is unknown")
 
 
-@dataclass(frozen=True)
-class Message:
-    """The ZeroMQ message that goes with a record: its metadata and its place in the ring."""
+class Message(NamedTuple):
+    """What ZeroMQ tells of a record: its metadata and its place in the ring."""
 
     run: str
     rank: int
@@ -263,26 +265,34 @@ class Message:
     meta: bytes
 
 
-def pack_message(m: Message) -> bytes:
-    """One msgpack array, the version first; later fields may be appended."""
-    return bytes(
-        msgpack.packb(
-            [PROTOCOL_VERSION, m.run, m.rank, m.kind, m.seq, m.position, m.record_bytes, m.meta]
-        )
-    )
+def pack_messages(messages: Sequence[Message]) -> bytes:
+    """One msgpack array for records of one ring; later fields may be appended, to both levels.
+
+    ``[version, run, rank, [[kind, seq, position, record_bytes, meta], …]]``
+    """
+    first = messages[0]
+    return _pack([PROTOCOL_VERSION, first.run, first.rank, [m[2:] for m in messages]])
 
 
-def unpack_message(data: bytes) -> Message:
-    """Inverse of :func:`pack_message`; raises ProtocolError on anything malformed."""
+def unpack_messages(data: bytes) -> list[Message]:
+    """Inverse of :func:`pack_messages`; raises ProtocolError on anything malformed."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
     raw = _unpack(data)
-    if not isinstance(raw, list) or len(raw) < 8 or raw[0] != PROTOCOL_VERSION:
-        raise ProtocolError(f"message is not a version {PROTOCOL_VERSION} array of 8 fields")
-    if not isinstance(raw[7], bytes):
-        raise ProtocolError("message metadata is not bytes")
-    rank, kind, seq, position, record_bytes = (_nat(x) for x in raw[2:7])
-    return Message(_text(raw[1]), rank, kind, seq, position, record_bytes, raw[7])
+    if not isinstance(raw, list) or len(raw) < 4 or raw[0] != PROTOCOL_VERSION:
+        raise ProtocolError(f"message is not a version {PROTOCOL_VERSION} array of 4 fields")
+    run, rank, records = _text(raw[1]), _nat(raw[2]), raw[3]
+    if not isinstance(records, list):
+        raise ProtocolError("message has no list of records")
+    messages = []
+    for record in records:
+        if not isinstance(record, list) or len(record) < 5:
+            raise ProtocolError("a record in a message is not an array of 5 fields")
+        kind, seq, position, record_bytes = (_nat(x) for x in record[:4])
+        if not isinstance(record[4], bytes):
+            raise ProtocolError("message metadata is not bytes")
+        messages.append(Message(run, rank, kind, seq, position, record_bytes, record[4]))
+    return messages
 
 
 def check_labels(labels: Any) -> dict[str, Label]:
@@ -340,6 +350,18 @@ def decode_loss_mask(runs: tuple[int, ...], tokens: int) -> npt.NDArray[np.uint8
         mask[at : at + run] = i % 2
         at += run
     return mask
+
+
+_packer = threading.local()
+
+
+def _pack(value: Any) -> bytes:
+    """msgpack.packb makes a packer for each call, which costs more than the packing."""
+    try:
+        packer = _packer.packer
+    except AttributeError:
+        packer = _packer.packer = msgpack.Packer()
+    return bytes(packer.pack(value))
 
 
 def _pack_tokens(tokens: npt.ArrayLike) -> bytes:

@@ -145,6 +145,13 @@ class RingWriter:
         """
         return self._core.reserve(kind, meta, payload_bytes, wait_s, leave_bytes)
 
+    def put(self, kind: int, meta: bytes) -> tuple[int, int, int] | None:
+        """A committed record without payload, in one step: its (seq, position, record_bytes).
+
+        None if there is no room at the moment; raises as :meth:`reserve`.
+        """
+        return self._core.put(kind, meta)
+
     def max_payload_bytes(self, meta_bytes: int, leave_bytes: int = 0) -> int:
         """Largest payload that an empty ring takes wherever its head stands.
 

@@ -299,6 +299,8 @@ class Tap:
 
 def _tagged(tags: dict[str, Any], tokens: int) -> tuple[dict[str, Label], tuple[int, ...] | None]:
     """Labels and loss mask that the caller sent; bad ones become a label that says so."""
+    if not tags:
+        return {}, None
     try:
         labels = check_labels(tags.get(LABELS_TAG) or {})
         mask = tags.get(MASK_TAG)

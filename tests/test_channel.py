@@ -78,7 +78,7 @@ def test_malformed_messages_are_counted_and_skipped(ring_dir):
     stranger.bind(endpoint)
     subscriber = Subscriber()
     subscriber.connect(endpoint)
-    good = [1, "ab12", 0, ROWS, 7, 64, 128, b"m"]
+    good = [1, "ab12", 0, [[ROWS, 7, 64, 128, b"m"]]]
     import msgpack
 
     deadline = time.monotonic() + 5
@@ -87,6 +87,7 @@ def test_malformed_messages_are_counted_and_skipped(ring_dir):
         stranger.send(b"\xc1 nonsense")
         stranger.send_multipart([b"a", b"b"])
         stranger.send(msgpack.packb([99, *good[1:]]))
+        stranger.send(msgpack.packb([*good[:3], [[ROWS, 7, 64, 128]]]))
         stranger.send(msgpack.packb(good))
         time.sleep(0.01)
         got = subscriber.receive()

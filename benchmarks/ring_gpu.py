@@ -1,0 +1,271 @@
+"""From a GPU through the ring into another process, beside plain copies into pinned memory.
+
+All in one run, in turns, arrays by cupy, no torch: the whole way (reserve, gather into the stage,
+copy engine, commit by the device; a reading process frees the records), cudaMemcpyAsync of the same
+sizes into memory of cudaHostAlloc, and the other way out that was considered, a kernel that stores
+straight into the pinned ring from 1 to 16 blocks. No processor can read 55 GB/s: the reader looks
+at one word of every 4 KiB of each record, and at all of every 64th.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import ROOT, SHM, card, finish, median_ratio, parser, rounds, spread
+
+from hstransport import _core
+from hstransport.copyout import DeviceCopier
+from hstransport.ring import RingReader, RingWriter
+
+SIZES = {
+    "64mb": 64_000_000,
+    "16mib": 16 << 20,
+    "1mib": 1 << 20,
+    "64kib": 64 << 10,
+    "14kib": 14 << 10,
+}
+PLANES = 4
+BLOCKS = (1, 2, 4, 16)
+WAIT_S = 30.0
+
+
+class Bench:
+    """A pinned ring, its reader process, and sources on the device."""
+
+    def __init__(self, cp: Any, folder: Path, ring_bytes: int, pass_bytes: int) -> None:
+        self.cp = cp
+        self.pass_bytes = pass_bytes
+        started = time.perf_counter()
+        self.ring = RingWriter.create(folder / "bench.ring", ring_bytes, b"benchmark")
+        self.create_s = time.perf_counter() - started
+        self.copier = DeviceCopier(0, 256 << 20)
+        started = time.perf_counter()
+        self.copier.pin(self.ring)
+        self.pin_s = time.perf_counter() - started
+        self.core = self.copier._core
+        words = max(SIZES.values()) // 2
+        rng = np.random.default_rng(1)
+        self.host = rng.integers(0, 1 << 16, words, np.uint16)
+        self.source = cp.asarray(self.host)
+        self.stream = cp.cuda.Stream(non_blocking=True)
+        self.target = cp.cuda.alloc_pinned_memory(ring_bytes // 2)
+        self.kernel = gather_kernel(cp)
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.reader = context.Process(target=read_all, args=(folder / "bench.ring", theirs))
+        self.reader.start()
+        theirs.close()
+        self._expect("attached")
+
+    def close(self) -> None:
+        self.pipe.close()
+        self.reader.join(WAIT_S)
+        if self.reader.is_alive():
+            self.reader.kill()
+        self.copier.close()
+        self.ring.close()
+
+    def through_ring(self, size: int) -> tuple[float, float]:
+        """(seconds until the last record is freed, seconds of this thread's processor a record)."""
+        count = max(self.pass_bytes // size, 1)
+        self.pipe.send((count, size))
+        self._expect("ready")
+        native = self._native(size)
+        core, ring, stream, meta = self.core, self.ring, self.stream.ptr, bytes(64)
+        runs = [(0, 1, 0, 1)]
+        spent = 0
+        start = time.perf_counter()
+        for _ in range(count):
+            slot = ring.reserve(1, meta, size, wait_s=WAIT_S)
+            if slot is None:
+                raise SystemExit("ring_gpu.py: the reader freed nothing for half a minute")
+            before = time.perf_counter_ns()
+            claim = core.claim(stream, size)
+            core.gather(stream, claim, native, runs, 1)
+            core.send(stream, claim, slot, size, size, 1)
+            spent += time.perf_counter_ns() - before
+        self._expect(0)  # records that were not as sent
+        return (time.perf_counter() - start) / count, spent / count / 1e9
+
+    def memcpy(self, size: int) -> tuple[float, float]:
+        """cudaMemcpyAsync into memory of cudaHostAlloc, back to back on one stream."""
+        count = max(self.pass_bytes // size, 1)
+        runtime = self.cp.cuda.runtime
+        room = self.ring.capacity_bytes // 2 // size
+        base, source, stream = self.target.ptr, self.source.data.ptr, self.stream.ptr
+        start = time.perf_counter()
+        for i in range(count):
+            runtime.memcpyAsync(base + i % room * size, source, size, 2, stream)
+        spent = time.perf_counter() - start
+        self.stream.synchronize()
+        return (time.perf_counter() - start) / count, spent / count
+
+    def by_kernel(self, size: int, blocks: int) -> tuple[float, float]:
+        """The gather kernel storing into pinned memory itself, back to back on one stream."""
+        count = max(self.pass_bytes // size // 4, 1)
+        room = self.ring.capacity_bytes // 2 // size
+        row_bytes = size // PLANES // 16 * 16
+        start = time.perf_counter()
+        for i in range(count):
+            target = self.target.ptr + i % room * size
+            argument = gather_argument(target, self.source.data.ptr, row_bytes)
+            self.kernel((blocks,), (256,), (argument,), stream=self.stream)
+        spent = time.perf_counter() - start
+        self.stream.synchronize()
+        scale = size / (row_bytes * PLANES)
+        return (time.perf_counter() - start) / count * scale, spent / count
+
+    def gather_alone(self, size: int) -> float:
+        """Seconds that the gather into the stage keeps the caller's stream busy."""
+        native = self._native(size)
+        start, stop = self.cp.cuda.Event(), self.cp.cuda.Event()
+        times = []
+        for _ in range(20):
+            claim = self.core.claim(self.stream.ptr, size)
+            start.record(self.stream)
+            self.core.gather(self.stream.ptr, claim, native, [(0, 1, 0, 1)], 1)
+            stop.record(self.stream)
+            self.core.drop(self.stream.ptr, claim)
+            self.stream.synchronize()
+            times.append(self.cp.cuda.get_elapsed_time(start, stop) / 1e3)
+        return statistics.median(times)
+
+    def _native(self, size: int) -> Any:
+        width = size // PLANES
+        base = self.source.data.ptr
+        return _core.device_planes([(base + p * width, width) for p in range(PLANES)], width)
+
+    def _expect(self, what: Any) -> None:
+        if not self.pipe.poll(WAIT_S):
+            raise SystemExit(f"ring_gpu.py: the reader said nothing; {what!r} was due")
+        said = self.pipe.recv()
+        if said != what:
+            raise SystemExit(f"ring_gpu.py: the reader said {said!r}, {what!r} was due")
+
+
+def gather_kernel(cp: Any) -> Any:
+    """The product's own kernel, compiled so that the number of blocks can be chosen."""
+    source = (ROOT / "csrc" / "gather.cu").read_text()
+    header = (ROOT / "csrc" / "gather.h").read_text().replace("#include <stdint.h>", "")
+    types = "".join(
+        f"typedef {kind} {name};\n"
+        for kind, name in (
+            ("unsigned int", "uint32_t"),
+            ("unsigned long long", "uint64_t"),
+            ("unsigned short", "uint16_t"),
+        )
+    )
+    header = header.replace("#pragma once", types)
+    whole = source.replace('#include "gather.h"', header)
+    return cp.RawModule(code=whole, options=("-std=c++17",)).get_function("gather16")
+
+
+def gather_argument(target: int, source: int, row_bytes: int) -> np.void:
+    """``GatherArguments`` for one row of each plane."""
+    plane = np.dtype([("address", np.uint64), ("stride", np.uint64)])
+    run = np.dtype([(name, np.uint32) for name in ("source", "rows", "target", "step")])
+    names = [("target", np.uint64), ("plane_bytes", np.uint64), ("row_bytes", np.uint64)]
+    counts = [(name, np.uint32) for name in ("planes", "runs", "rows", "zero")]
+    a = np.zeros((), np.dtype([*names, *counts, ("plane", plane, 32), ("run", run, 128)]))
+    # A row would be one block's: cut each plane into as many rows as blocks can share.
+    pieces = 64 if row_bytes % (64 * 16) == 0 else 1
+    a["target"], a["plane_bytes"], a["row_bytes"] = target, row_bytes, row_bytes // pieces
+    a["planes"], a["runs"], a["rows"] = PLANES, 1, pieces
+    for p in range(PLANES):
+        a["plane"][p] = (source + p * row_bytes, row_bytes // pieces)
+    a["run"][0] = (0, pieces, 0, 1)
+    return a[()]
+
+
+def read_all(path: Path, pipe: Connection) -> None:
+    """The reading process: look at every record, free it, and say how many were wrong."""
+    words = max(SIZES.values()) // 2
+    host = np.random.default_rng(1).integers(0, 1 << 16, words, np.uint16)
+    with RingReader.attach(path) as reader:
+        pipe.send("attached")
+        while True:
+            try:
+                count, size = pipe.recv()
+            except EOFError:
+                return
+            expected = host[: size // 2]
+            sampled = expected[::2048].copy()
+            pipe.send("ready")
+            bad = done = 0
+            while done < count:
+                record = reader.read()
+                if record is None:
+                    continue
+                got = record.payload.view(np.uint16)
+                whole = done % 64 == 0
+                bad += not np.array_equal(
+                    got if whole else got[::2048], expected if whole else sampled
+                )
+                record.release()
+                done += 1
+            pipe.send(bad)
+
+
+def figures(bench: Bench, count: int) -> dict[str, Any]:
+    result: dict[str, Any] = {"ring_create_s": bench.create_s, "ring_pin_s": bench.pin_s}
+    for name, size in SIZES.items():
+        ways: dict[str, Any] = {
+            "ring": lambda size=size: bench.through_ring(size),
+            "memcpy": lambda size=size: bench.memcpy(size),
+        }
+        for blocks in BLOCKS:
+            ways[f"kernel_{blocks}"] = lambda size=size, b=blocks: bench.by_kernel(size, b)
+        for way in ways.values():
+            way()  # once to warm up
+        passes = rounds(ways, count)
+        rate = {w: [size / seconds for seconds, _ in ps] for w, ps in passes.items()}
+        for way in ways:
+            result[f"{way}_{name}_gb_per_s"] = statistics.median(rate[way]) / 1e9
+        result[f"ring_{name}_of_memcpy"] = median_ratio(rate["ring"], rate["memcpy"])
+        result[f"ring_{name}_of_memcpy_quartiles"] = spread(rate["ring"], rate["memcpy"])
+        result[f"enqueue_{name}_us"] = statistics.median(s for _, s in passes["ring"]) * 1e6
+        result[f"gather_{name}_us"] = bench.gather_alone(size) * 1e6
+    result["fraction_of_memcpy"] = result["ring_64mb_of_memcpy"]
+    return result
+
+
+def main() -> int:
+    p = parser(__doc__, f"ring_{card()}.json")
+    p.add_argument("--rounds", type=int, default=9, help="(default: 9)")
+    arguments = p.parse_args()
+    try:
+        import cupy as cp
+    except ImportError:
+        raise SystemExit("ring_gpu.py: cupy is missing: pip install cupy-cuda13x") from None
+    ring_bytes, pass_bytes = (1 << 30, 256 << 20) if arguments.smoke else (4 << 30, 8 << 30)
+    count = 2 if arguments.smoke else arguments.rounds
+    with tempfile.TemporaryDirectory(prefix="hst-bench-", dir=SHM) as folder:
+        bench = Bench(cp, Path(folder), ring_bytes, pass_bytes)
+        try:
+            result = figures(bench, count)
+        finally:
+            bench.close()
+    finish(
+        arguments,
+        {
+            **result,
+            "rounds": count,
+            "ring_bytes": ring_bytes,
+            "bytes_per_pass": pass_bytes,
+            "has_kernel": True,
+            "checked": "one word of every 4 KiB of each record, all of every 64th",
+        },
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,299 @@
+"""Out of a real GPU: what is committed is there, what is static is not torn, what fails is told.
+
+``-k long`` are the tests of a million records; compute-sanitizer takes the others.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rig.gpu_reader import check_records
+from rig.producer import HIDDEN, Producer
+
+from hstransport import _core
+from hstransport.capture import planes
+from hstransport.copyout import MAX_DECODE_STEPS, DeviceCopier
+from hstransport.exporter import DecodeRun, RowSpan
+from hstransport.protocol import ROWS, unpack_event
+from hstransport.ring import RingReader, RingWriter
+
+pytestmark = pytest.mark.gpu
+
+PLANES = 3
+ROW_BYTES = PLANES * HIDDEN * 2
+SOURCE_WORDS = 8 << 20
+
+
+@pytest.fixture(scope="module")
+def cp():
+    return pytest.importorskip("cupy", reason="cupy makes the arrays of these tests")
+
+
+def take(reader, records, hidden=HIDDEN, planes=PLANES):
+    got = []
+    deadline = time.monotonic() + 30
+    while len(got) < records:
+        assert time.monotonic() < deadline, f"{len(got)} of {records} records came"
+        record = reader.read()
+        if record is None:
+            continue
+        if record.kind == ROWS:
+            event = unpack_event(record.kind, record.meta)
+            states = record.payload.view(np.uint16).reshape(planes, event.rows, hidden)
+            got.append(states.copy())
+        else:
+            got.append(None)
+        record.release()
+    return got
+
+
+def test_the_kernel_is_built_in_where_nvcc_is():
+    copier = DeviceCopier(0, 1 << 20)
+    assert copier.has_kernel
+    copier.close()
+
+
+@pytest.mark.parametrize("hidden", [64, 4096, 7168, 6, 1000])
+@pytest.mark.parametrize("layers", [1, 3, 40])
+def test_gathered_rows_are_exact(cp, ring_dir, hidden, layers):
+    """Also rows that are no multiple of 16 bytes, more planes and ranges than one launch takes."""
+    copier = DeviceCopier(0, 400 * (layers + 1) * hidden * 2)
+    producer = Producer(
+        ring_dir,
+        copier=copier,
+        ring_bytes=256 << 20,
+        layers=tuple(range(1, layers + 1)),
+        hidden=hidden,
+    )
+    reader = RingReader.attach(producer.place.path)
+    sample = producer.start("a", 4)
+    host = producer.states(700)
+    packed = cp.asarray(np.ascontiguousarray(host.transpose(1, 0, 2)).reshape(700, -1))
+    views = [packed[:, k * hidden : (k + 1) * hidden] for k in range(layers + 1)]
+    separate = [cp.asarray(p) for p in host]
+    rows = np.sort(np.random.default_rng(hidden).choice(700, 300, replace=False))
+    take(reader, 1)
+    for arrays in (views, separate):
+        spans = [RowSpan(sample, i, int(r), 1) for i, r in enumerate(rows)]
+        producer.exporter.rows(spans, planes(arrays, hidden))
+        (got,) = take(reader, 1, hidden, layers + 1)
+        assert np.array_equal(got, host[:, rows])
+    producer.close()
+
+
+def test_torch_and_cupy_go_through_the_same_gate(cp, ring_dir):
+    torch = pytest.importorskip("torch")
+    producer = Producer(ring_dir, copier=DeviceCopier(0, 1 << 20), ring_bytes=4 << 20)
+    reader = RingReader.attach(producer.place.path)
+    sample = producer.start("a", 4)
+    host = producer.states(20)
+    take(reader, 1)
+    tensors = [torch.from_numpy(p.view(np.int16)).cuda().view(torch.bfloat16) for p in host]
+    own = torch.cuda.Stream()
+    with torch.cuda.stream(own):
+        taken = planes(tensors, HIDDEN)
+        assert taken.stream == own.cuda_stream
+        producer.exporter.rows([RowSpan(sample, 0, 3, 9)], taken)
+    assert np.array_equal(take(reader, 1)[0], host[:, 3:12])
+    with cp.cuda.Stream(non_blocking=True) as stream:
+        taken = planes([cp.asarray(p) for p in host], HIDDEN)
+        assert taken.stream == stream.ptr
+        producer.exporter.rows([RowSpan(sample, 0, 3, 9)], taken)
+    assert np.array_equal(take(reader, 1)[0], host[:, 3:12])
+    producer.close()
+
+
+def test_decode_steps_are_gathered_into_one_record(cp, ring_dir):
+    producer = Producer(ring_dir, copier=DeviceCopier(0, 1 << 20), ring_bytes=8 << 20)
+    reader = RingReader.attach(producer.place.path)
+    samples = [producer.start(str(i), 4) for i in range(5)]
+    take(reader, 5)
+    for steps in (MAX_DECODE_STEPS, 3):
+        run = DecodeRun([RowSpan(s, 4, i, 1) for i, s in enumerate(samples)])
+        static = [cp.zeros((8, HIDDEN), cp.uint16) for _ in range(PLANES)]
+        taken = planes(static, HIDDEN)
+        hosts = []
+        for _ in range(steps):
+            hosts.append(producer.states(8))
+            for buffer, plane in zip(static, hosts[-1], strict=True):
+                buffer.set(plane)
+            producer.exporter.step(run, taken)
+        producer.exporter.rows([RowSpan(samples[0], 0, 0, 8)], taken)
+        got, _ = take(reader, 2)
+        expected = np.stack(hosts, axis=2)[:, :5]  # [planes, rows, steps, hidden]
+        assert np.array_equal(got.reshape(expected.shape), expected)
+    producer.close()
+
+
+def replays(ring_dir, torch, *, ordered):
+    """Replays of a CUDA graph, back to back, while the copy stream is kept busy; torn ones."""
+    hidden, rows, count = 4096, 256, 60
+    copier = DeviceCopier(0, 32 << 20)
+    producer = Producer(ring_dir, copier=copier, ring_bytes=1 << 30, hidden=hidden)
+    reader = RingReader.attach(producer.place.path)
+    sample = producer.start("a", 4)
+    value = torch.zeros((), dtype=torch.int16, device="cuda")
+    static = [torch.zeros(rows, hidden, dtype=torch.int16, device="cuda") for _ in range(PLANES)]
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        value += 1
+        for k, buffer in enumerate(static):
+            buffer.copy_((value * 4 + k).expand(rows, hidden))
+    slow = torch.cuda.ExternalStream(copier.stream)
+    views = [s.view(torch.bfloat16) for s in static]
+    torch.cuda.synchronize()
+    value.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for _ in range(count):
+            graph.replay()
+            with torch.cuda.stream(slow):
+                torch.cuda._sleep(1_000_000)  # half a millisecond
+            source = planes(views, hidden, stream.cuda_stream if ordered else copier.stream)
+            producer.exporter.rows([RowSpan(sample, 0, 0, rows)], source)
+    wrong = 0
+    for i, states in enumerate(take(reader, count + 1, hidden)[1:]):
+        expected = ((i + 1) * 4 + np.arange(PLANES)).astype(np.uint16)
+        wrong += not (states == expected[:, None, None]).all()
+    producer.close()
+    return wrong
+
+
+def test_static_buffers_are_read_before_the_next_replay_writes_them(ring_dir):
+    torch = pytest.importorskip("torch")
+    assert replays(ring_dir, torch, ordered=True) == 0
+
+
+def test_without_the_callers_stream_the_same_replays_are_torn(ring_dir):
+    torch = pytest.importorskip("torch")
+    assert replays(ring_dir, torch, ordered=False) > 0
+
+
+def test_the_ring_is_pinned_while_the_copier_is_open(cp, ring_dir):
+    ring = RingWriter.create(ring_dir / "a.ring", 1 << 20, b"")
+    slot = ring.reserve(1, b"", 4096)
+    kind = lambda: cp.cuda.runtime.pointerGetAttributes(slot.address).type  # noqa: E731
+    assert kind() == 0  # memory that CUDA does not know
+    copier = DeviceCopier(0, 1 << 20)
+    copier.pin(ring)
+    assert kind() == 1  # pinned host memory
+    copier.close()
+    assert kind() == 0
+    ring.close()
+
+
+# A million records of random sizes, back to back, each checked by another process.
+
+
+def words_of(cp):
+    """The same random words here, on the device, and in the reader."""
+    return cp.asarray(np.random.default_rng(7).integers(0, 1 << 16, SOURCE_WORDS, np.uint16))
+
+
+def write_records(cp, path, count, send):
+    ring = RingWriter.create(path, 256 << 20, b"")
+    reader = subprocess.Popen(
+        [sys.executable, "-m", "rig.gpu_reader", str(path), str(count), str(SOURCE_WORDS)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    source = words_of(cp)
+    rng = np.random.default_rng(8)
+    # Sizes from 2 bytes to 256 KiB, small ones more often.
+    sizes = np.exp2(rng.uniform(0, 17, count)).astype(np.int64)
+    starts = (rng.random(count) * (SOURCE_WORDS - sizes)).astype(np.int64)
+    for size, start in zip(sizes.tolist(), starts.tolist(), strict=True):
+        slot = ring.reserve(1, start.to_bytes(8, "little"), 2 * size, wait_s=60)
+        assert slot is not None, "the reader stopped"
+        send(ring, slot, source.data.ptr + 2 * start, size)
+    out, _ = reader.communicate(timeout=300)
+    assert reader.returncode == 0
+    return int(out.split()[-1]), ring
+
+
+def test_long_a_million_records_are_ready_only_when_they_are_there(cp, ring_dir):
+    copier = DeviceCopier(0, 16 << 20)
+    core = copier._core
+    pinned = []
+
+    def send(ring, slot, address, size):
+        if not pinned:
+            copier.pin(ring)
+            pinned.append(ring)
+        claim = core.claim(0, 2 * size)
+        native = _core.device_planes([(address, 2 * size)], 2 * size)
+        core.gather(0, claim, native, [(0, 1, 0, 1)], 1)
+        core.send(0, claim, slot, 2 * size, 2 * size, 1)
+
+    bad, ring = write_records(cp, ring_dir / "a.ring", 1_000_000, send)
+    copier.close()
+    ring.close()
+    assert bad == 0
+
+
+def test_long_the_check_sees_records_that_are_committed_too_early(cp, ring_dir):
+    copier = DeviceCopier(0, 1 << 20)
+    pinned = []
+    one = cp.ones(1, cp.uint32)
+    stream = cp.cuda.Stream(non_blocking=True)
+
+    def send(ring, slot, address, size):
+        if not pinned:
+            copier.pin(ring)
+            pinned.append(ring)
+        to_host = cp.cuda.runtime.memcpyDeviceToHost
+        cp.cuda.runtime.memcpyAsync(slot.ready_address, one.data.ptr, 4, to_host, stream.ptr)
+        cp.cuda.runtime.memcpyAsync(slot.address, address, 2 * size, to_host, stream.ptr)
+
+    bad, ring = write_records(cp, ring_dir / "a.ring", 20_000, send)
+    stream.synchronize()
+    copier.close()
+    ring.close()
+    assert bad > 0
+
+
+BROKEN = """
+import logging, sys, time
+logging.basicConfig(format="%(levelname)s %(message)s")
+from pathlib import Path
+import cupy as cp
+from test_copier import Request, Producer, DeviceCopier, Tap, Pass, HIDDEN
+from hstransport.capture import Plane, Planes
+producer = Producer(Path(sys.argv[1]), copier=DeviceCopier(0, 1 << 20), ring_bytes=4 << 20)
+tap = Tap(producer.info, producer.exporter, lambda r: r, tagged_only=False)
+request = Request("a", 8)
+for step in range(10):
+    spans = tap.guarded(tap.plan, [request], Pass([8 * step], [8]))
+    if spans:
+        # Memory that nobody allocated: the gather fails on the device, some time later.
+        bad = Plane(1 << 40, 8, 2 * HIDDEN, 2 * HIDDEN, 0, None)
+        tap.guarded(tap.take, spans, Planes((bad,) * 3, 8, 0))
+    time.sleep(0.05)
+print("serving goes on", flush=True)
+"""
+
+
+@pytest.mark.skipif(
+    "compute-sanitizer" in os.environ.get("HST_TOOL", ""), reason="it is meant to fail"
+)
+def test_an_error_of_the_device_is_told_once_by_name_and_the_process_lives_on(ring_dir):
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN, str(ring_dir)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "serving goes on" in done.stdout
+    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+    assert len(errors) == 1 and "CUDA_ERROR_ILLEGAL_ADDRESS" in errors[0], done.stderr
+
+
+assert check_records  # the other process's part
