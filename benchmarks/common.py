@@ -10,7 +10,9 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -71,6 +73,7 @@ def provenance(commit: str) -> dict[str, Any]:
             "cores": len(os.sched_getaffinity(0)),
             "memory_gib": round(_memory_bytes() / 2**30),
             "system": f"{platform.system()} {platform.machine()}",
+            **gpu(),
         },
         "versions": {
             "python": platform.python_version(),
@@ -82,6 +85,34 @@ def provenance(commit: str) -> dict[str, Any]:
         "load_average": [round(x, 1) for x in os.getloadavg()],
         "command": _command(),
     }
+
+
+def gpu() -> dict[str, str]:
+    """Name and driver of the first NVIDIA GPU; empty where there is none."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    if done.returncode or ", " not in done.stdout:
+        return {}
+    name, _, driver = done.stdout.splitlines()[0].rpartition(", ")
+    return {"gpu": name, "driver": driver}
+
+
+def card() -> str:
+    """The word for this machine in a result's name: h200, another GPU's name, or cpu."""
+    words = re.findall(r"[a-z0-9]+", gpu().get("gpu", "cpu").lower())
+    return "h200" if "h200" in words else "-".join(w for w in words if w != "nvidia")
+
+
+def tool(name: str) -> str:
+    """Where a command of hstransport lies: beside this Python, or on the PATH."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise SystemExit(f"{name} is not installed for {sys.executable}: pip install .")
+    return found
 
 
 def rounds(ways: Mapping[str, Callable[[], Any]], count: int) -> dict[str, list[Any]]:
@@ -119,6 +150,9 @@ def _command() -> str:
 
 
 def _commit() -> str:
+    known = os.environ.get("BENCHMARK_COMMIT")  # where the tree came without its history
+    if known:
+        return known
     head = _git("rev-parse", "HEAD")
     # Results of this very run, or of the one before, do not make the code another one.
     dirty = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")

@@ -57,6 +57,27 @@ class Client:
         latency = statistics.median(a[0] for a in answers)
         return Pass(seconds, sum(map(len, prompts)), sum(a[1] for a in answers), latency)
 
+    def batch(self, prompts: Sequence[Prompt], tag: str, new_tokens: int) -> float:
+        """All prompts as one request, so that a slow client costs nothing; seconds it took."""
+        ids = [f"{tag}-{i}" for i in range(len(prompts))]
+        params = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+        payload = {
+            "input_ids": prompts,
+            "rid": [f"rid-{i}" for i in ids],
+            "extra_key": ids,  # two random prompts may begin with the same token
+            "sampling_params": [{**params, "custom_params": {"hstransport_id": i}} for i in ids],
+        }
+        body = json.dumps(payload)
+        connection = http.client.HTTPConnection(*self._where, timeout=TIMEOUT_S)
+        connection.connect()
+        start = time.perf_counter()
+        answer = answered(connection, body)
+        seconds = time.perf_counter() - start
+        connection.close()
+        for prompt, one in zip(prompts, json.loads(answer), strict=True):
+            check(one, prompt, False, new_tokens)
+        return seconds
+
     def alone(self, prompt: Prompt, sample_id: str, **options: bool) -> Any:
         """One request on a connection of its own; its answer."""
         with ThreadPoolExecutor(1) as pool:
@@ -81,20 +102,27 @@ class Client:
         if connection is None:
             connection = http.client.HTTPConnection(*self._where, timeout=TIMEOUT_S)
             self._local.connection = connection
-        headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/generate", json.dumps(payload), headers)
-        response = connection.getresponse()
-        body = response.read()
-        if response.status != 200:
-            raise SystemExit(f"HTTP {response.status}: {body[:500]!r}")
+        body = answered(connection, json.dumps(payload))
         return len(body), json.loads(body)
 
 
-def check(answer: Any, prompt: Prompt, hidden_states: bool) -> None:
+def answered(connection: http.client.HTTPConnection, payload: str) -> bytes:
+    """POST /generate; the body of the answer."""
+    connection.request("POST", "/generate", payload, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    body = response.read()
+    if response.status != 200:
+        raise SystemExit(f"HTTP {response.status}: {body[:500]!r}")
+    return body
+
+
+def check(answer: Any, prompt: Prompt, hidden_states: bool, new_tokens: int = 1) -> None:
     """A pass counts only if every token was computed."""
     meta = answer["meta_info"]
     if meta["prompt_tokens"] != len(prompt) or meta["cached_tokens"] != 0:
         raise SystemExit(f"{len(prompt)} tokens were asked for, the server says {meta}")
+    if meta["completion_tokens"] != new_tokens:
+        raise SystemExit(f"{new_tokens} new tokens were asked for, the server says {meta}")
     if hidden_states and len(meta["hidden_states"][0]) != len(prompt):
         raise SystemExit("the server returned fewer states than the prompt has tokens")
 

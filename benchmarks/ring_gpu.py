@@ -34,6 +34,7 @@ SIZES = {
 }
 PLANES = 4
 BLOCKS = (1, 2, 4, 16)
+MAX_RECORDS = 40_000  # of one pass
 WAIT_S = 30.0
 
 
@@ -75,7 +76,7 @@ class Bench:
 
     def through_ring(self, size: int) -> tuple[float, float]:
         """(seconds until the last record is freed, seconds of this thread's processor a record)."""
-        count = max(self.pass_bytes // size, 1)
+        count = self._count(size)
         self.pipe.send((count, size))
         self._expect("ready")
         native = self._native(size)
@@ -97,7 +98,7 @@ class Bench:
 
     def memcpy(self, size: int) -> tuple[float, float]:
         """cudaMemcpyAsync into memory of cudaHostAlloc, back to back on one stream."""
-        count = max(self.pass_bytes // size, 1)
+        count = self._count(size)
         runtime = self.cp.cuda.runtime
         room = self.ring.capacity_bytes // 2 // size
         base, source, stream = self.target.ptr, self.source.data.ptr, self.stream.ptr
@@ -110,7 +111,7 @@ class Bench:
 
     def by_kernel(self, size: int, blocks: int) -> tuple[float, float]:
         """The gather kernel storing into pinned memory itself, back to back on one stream."""
-        count = max(self.pass_bytes // size // 4, 1)
+        count = self._count(4 * size)
         room = self.ring.capacity_bytes // 2 // size
         row_bytes = size // PLANES // 16 * 16
         start = time.perf_counter()
@@ -137,6 +138,9 @@ class Bench:
             self.stream.synchronize()
             times.append(self.cp.cuda.get_elapsed_time(start, stop) / 1e3)
         return statistics.median(times)
+
+    def _count(self, size: int) -> int:
+        return min(max(self.pass_bytes // size, 1), MAX_RECORDS)
 
     def _native(self, size: int) -> Any:
         width = size // PLANES

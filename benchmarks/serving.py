@@ -30,7 +30,7 @@ from hstransport_consumer import open_shards
 from load import Pass, Prompt, chats, random_ids
 from rig.models import model_dir
 from rig.states import returned
-from ways import SESSION, ConsumerBeside, Stage, totals
+from ways import SESSION, ConsumerBeside, Stage, last_words, totals
 
 from hstransport.protocol import SessionInfo, unpack_info
 
@@ -81,7 +81,6 @@ class Bench:
         self._profile = rings / "profile.json"
         self._rings = rings
         self._turn = 0
-        self._folder = folder
         self.out = folder / "shards"
         stage = partial(Stage, model=model, folder=folder, concurrency=concurrency)
         self.plain = stage("plain")
@@ -130,13 +129,6 @@ class Bench:
         """What the captured server says of itself."""
         assert self.consumer is not None
         return unpack_info(self.consumer.ring().info)
-
-    def last_words(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """After an error: what the servers said before they are gone."""
-        if error is not None:
-            for log in sorted(self._folder.glob("*.log")):
-                tail = log.read_text(errors="replace").splitlines()[-15:]
-                print(f"--- {log.name}", *tail, sep="\n", file=sys.stderr)
 
     def ask_alone(self) -> list[Callable[[Any], None]]:
         """A few samples, each alone, of all three ways; checks to be made on the dataset."""
@@ -327,7 +319,7 @@ def main() -> int:
         bench = Bench(model, prompts, folder, rings, arguments.concurrency)
         with ExitStack() as running:
             say(f"starting servers for {model.name}")
-            running.push(bench.last_words)
+            running.push(partial(last_words, folder))
             bench.start(running, smoke=smoke)
             assert bench.consumer is not None
             checks = bench.ask_alone()

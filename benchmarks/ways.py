@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import ROOT
+from common import ROOT, tool
 from load import Client
 from rig.server import SGLangServer
 
@@ -42,16 +42,19 @@ class Stage:
         plugins: Sequence[str] = (),
         extra_args: Sequence[str] = (),
         concurrency: int = 4,
+        server: type[SGLangServer] = SGLangServer,
+        max_running: int = 8,
+        max_total_tokens: int = 16384,
     ) -> None:
         variables = {"PYTHONPATH": python_path(folder / name, plugins), **(env or {})}
         self.log = folder / f"{name}.log"
-        self.server = SGLangServer(
+        self.server = server(
             model,
             env=variables,
             extra_args=extra_args,
             log=self.log,
-            max_running=8,
-            max_total_tokens=16384,
+            max_running=max_running,
+            max_total_tokens=max_total_tokens,
         )
         self.client = Client("127.0.0.1", self.server.port, concurrency)
         self._schedulers: list[int] = []
@@ -97,13 +100,21 @@ class Stage:
 class ConsumerBeside:
     """hstransport-consumer as a user starts it; stopped (SIGSTOP) when it is to be absent."""
 
-    def __init__(self, out: Path, rings: Path, log: Path) -> None:
+    def __init__(self, out: Path, rings: Path, log: Path, arguments: Sequence[str] = ()) -> None:
         self.out = out
         self._rings = rings
-        command = [Path(sys.executable).parent / "hstransport-consumer", "--out", out]
-        command += ["--session", SESSION, "--dir", rings]
-        with log.open("wb") as output:
+        command = [tool("hstransport-consumer"), "--out", str(out), "--session", SESSION]
+        command += ["--dir", str(rings), *arguments]
+        with log.open("ab") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=output)
+
+    def wait_until_attached(self) -> None:
+        """Return when it follows the ring."""
+        deadline = time.monotonic() + DRAIN_S
+        while not self.ring().consumer_attached:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit("hstransport-consumer does not attach to the ring")
+            time.sleep(0.02)
 
     def pause(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
@@ -115,14 +126,16 @@ class ConsumerBeside:
         return cpu_s(self._process.pid)
 
     def ring(self) -> RingInfo:
-        (path,) = (self._rings / SESSION).glob("*.ring")
-        return inspect_ring(path)
+        paths = list((self._rings / SESSION).glob("*.ring"))
+        if len(paths) != 1:
+            raise SystemExit(f"one server should have one ring, there are {len(paths)}")
+        return inspect_ring(paths[0])
 
-    def drain(self) -> float:
+    def drain(self, limit_s: float = DRAIN_S) -> float:
         """Wait until all that was captured is in the shard; seconds that took."""
         start = time.perf_counter()
         while self.ring().records:
-            if self._process.poll() is not None or time.perf_counter() - start > DRAIN_S:
+            if self._process.poll() is not None or time.perf_counter() - start > limit_s:
                 raise SystemExit("the consumer does not empty the ring")
             time.sleep(0.005)
         return time.perf_counter() - start
@@ -152,6 +165,16 @@ def python_path(folder: Path, plugins: Sequence[str]) -> str:
         (info / "entry_points.txt").write_text(entry)
         parts += [str(folder), str(PLUGINS / f"{name}_plugin")]
     return os.pathsep.join(parts)
+
+
+def last_words(folder: Path, kind: object, error: object, trace: object) -> None:
+    """On leaving with an error: what the servers said before they are gone."""
+    if error is None:
+        return
+    for log in sorted(folder.glob("*.log")):
+        lines = log.read_text(errors="replace").splitlines()
+        errors = [w for w in lines if "rror" in w and "Ignore import" not in w][:5]
+        print(f"--- {log.name}", *errors, "…", *lines[-15:], sep="\n", file=sys.stderr)
 
 
 def cpu_s(pid: int) -> float:

@@ -175,18 +175,49 @@ def decode_frame(frame: bytes | memoryview, size: int) -> U8:
     The size in the frame is checked before anything is allocated by it.
     """
     try:
-        said = zstandard.get_frame_parameters(frame)
-        if said.content_size != size or not said.has_checksum or said.dict_id:
-            raise ValueError(
-                f"the frame says {said.content_size} bytes, checksum {said.has_checksum}; "
-                f"{size} bytes with checksum are due"
-            )
+        _check_head(frame, size)
         data = _local.unpack.decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as e:
         raise ValueError(str(e)) from None
     if len(data) != size:
         raise ValueError(f"{len(data)} bytes, {size} are due")
     return np.frombuffer(data, np.uint8)
+
+
+def decode_frame_into(frame: bytes | memoryview, out: U8) -> None:
+    """As :func:`decode_frame`, into ``out``: raw blocks get there by one copy."""
+    try:
+        _check_head(frame, out.size)
+        # Given room for all, zstd unpacks a frame that is all there in one go and in place. It
+        # says nothing of bytes that lack at the end, or are too many.
+        due = _frame_bytes(frame)
+        if len(frame) != due:
+            raise ValueError(f"{len(frame)} bytes of a frame of {due}")
+        size = _local.unpack.stream_reader(frame).readinto(out)
+    except zstandard.ZstdError as e:
+        raise ValueError(str(e)) from None
+    if size != out.size:
+        raise ValueError(f"{size} bytes, {out.size} are due")
+
+
+def _check_head(frame: bytes | memoryview, size: int) -> None:
+    said = zstandard.get_frame_parameters(frame)
+    if said.content_size != size or not said.has_checksum or said.dict_id:
+        raise ValueError(
+            f"the frame says {said.content_size} bytes, checksum {said.has_checksum}; "
+            f"{size} bytes with checksum are due"
+        )
+
+
+def _frame_bytes(frame: bytes | memoryview) -> int:
+    """How long a frame with a checksum is by the heads of its blocks (RFC 8878, 3.1.1.2)."""
+    at: int = zstandard.frame_header_size(frame)
+    last = 0
+    while not last and at < len(frame):
+        head = int.from_bytes(frame[at : at + 3], "little")
+        last, kind = head & 1, head >> 1 & 3
+        at += 3 + (1 if kind == 1 else head >> 3)  # a block of kind 1 is one byte, repeated
+    return at + 4
 
 
 def join(exponents: U8, mantissas: U8, bias: U8, out: U16) -> None:

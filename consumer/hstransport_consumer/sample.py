@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,12 +22,22 @@ from hstransport.protocol import (
 )
 
 from . import codec
-from .shard import Shard
-from .tensors import to_ml_dtypes, to_torch
+from .shard import Plane, Shard
+from .tensors import import_torch, to_ml_dtypes, to_torch
 from .walk import end_event, start_event
 
 if TYPE_CHECKING:
     from .reader import ShardDataset
+
+
+class Part(NamedTuple):
+    """Rows of a chunk, and the row of a read's result where they belong."""
+
+    shard: Shard
+    chunk: int
+    row: int
+    rows: int
+    at: int
 
 
 class Stored(NamedTuple):
@@ -161,27 +171,72 @@ class Sample:
         decode into; memory used again is faster than fresh. IndexError for a range outside of the
         sample, KeyError for an unknown layer, ShardError if rows of the range are missing.
         """
-        stop = self.tokens if stop is None else stop
-        if not 0 <= start <= stop <= self.tokens:
-            raise IndexError(f"tokens {start}:{stop} of sample {self.id!r}, it has {self.tokens}")
-        planes = self._dataset.planes_of(self.layers if layers is None else layers)
-        wanted = [p for p in self.stored if p.position < stop and p.position + p.rows > start]
-        self._check_covered(wanted, start, stop)
-        # Only now: the rows counted by the tables are a bound that the tokens of a file are not.
-        hidden = self._dataset.info.hidden
-        shape = (stop - start, len(planes), hidden)
+        parts, planes, shape = self._plan(start, stop, layers)
         if out is None:
             out = np.empty(shape, np.uint16)
         elif out.shape != shape or out.dtype != np.uint16:
             raise ValueError(f"out is {out.dtype} {list(out.shape)}, uint16 {list(shape)} is due")
-        for p in wanted:
-            self._decode(p, planes, start, stop, out)
+        for p in parts:
+            with p.shard.open() as fd:
+                bias = p.shard.bias(fd, p.chunk)
+                for i, plane in enumerate(planes):
+                    exponents, mantissas = self._bytes(p, fd, plane)
+                    codec.join(exponents, mantissas, bias[plane], out[p.at : p.at + p.rows, i])
         return out
 
-    def _decode(
-        self, p: Stored, planes: Sequence[int], start: int, stop: int, out: codec.U16
-    ) -> None:
-        """Put the rows of ``p`` that lie in ``[start, stop)`` in their place in ``out``."""
+    def to(
+        self,
+        device: Any,
+        start: int = 0,
+        stop: int | None = None,
+        layers: Sequence[int | str] | None = None,
+    ) -> Any:
+        """What :meth:`read` gives, as a torch.bfloat16 tensor on ``device``. Needs torch.
+
+        On a CUDA device the words are joined there, bit for bit the same. Its work is queued on
+        torch's current stream, as that of any operation of torch is. cupy knows no bfloat16; it
+        takes the bits, without a copy: ``cupy.from_dlpack(sample.to("cuda").view(torch.int16))``,
+        or those of a CPU: ``cupy.asarray(sample.hidden_states)``.
+        """
+        if import_torch().device(device).type == "cuda":
+            return self._join_on(device, start, stop, layers)
+        return to_torch(self.read(start, stop, layers)).to(device)
+
+    def _join_on(
+        self,
+        device: Any,
+        start: int = 0,
+        stop: int | None = None,
+        layers: Sequence[int | str] | None = None,
+    ) -> Any:
+        """As :meth:`to`, joined on any ``device``."""
+        from .upload import Rows, upload
+
+        parts, planes, shape = self._plan(start, stop, layers)
+        tables = [self._bias(p) for p in parts]
+        rows = (
+            Rows(p.at, p.rows, i, bias, plane, partial(self._bytes_into, p, plane))
+            for i, plane in enumerate(planes)
+            for p, bias in zip(parts, tables, strict=True)
+        )
+        return upload(rows, shape, device)
+
+    def _plan(
+        self, start: int, stop: int | None, layers: Sequence[int | str] | None
+    ) -> tuple[list[Part], list[int], tuple[int, int, int]]:
+        """Parts that cover the tokens, numbers of the planes, and shape of a read."""
+        stop = self.tokens if stop is None else stop
+        if not 0 <= start <= stop <= self.tokens:
+            raise IndexError(f"tokens {start}:{stop} of sample {self.id!r}, it has {self.tokens}")
+        planes = self._dataset.planes_of(self.layers if layers is None else layers)
+        wanted = [p for p in self.stored if max(p.position, start) < min(p.position + p.rows, stop)]
+        self._check_covered(wanted, start, stop)
+        parts = [self._part(p, start, stop) for p in wanted]
+        # Memory is taken by this shape, and rows in the tables bound it; a file's tokens do not.
+        return parts, planes, (stop - start, len(planes), self._dataset.info.hidden)
+
+    def _part(self, p: Stored, start: int, stop: int) -> Part:
+        """The rows of ``p`` that lie in ``[start, stop)``."""
         shard = self._dataset.shard(p.shard)
         first, last = max(p.position, start), min(p.position + p.rows, stop)
         row = p.row + first - p.position
@@ -192,16 +247,26 @@ class Sample:
                 f"{self._shard.path}: sample {self.id!r} has rows {row}+{rows} in a chunk of "
                 f"{total} in {shard.path}: these files do not belong together"
             )
-        hidden = out.shape[2]
-        span = slice(row * hidden, (row + rows) * hidden)
-        with shard.open() as fd:
-            bias = shard.bias(fd, p.chunk)
-            for i, plane in enumerate(planes):
-                exponents, mantissas = self._dataset.cache.get(
-                    shard, fd, p.chunk, plane, keep=rows < total
-                )
-                target = out[first - start : last - start, i]
-                codec.join(exponents[span], mantissas[span], bias[plane], target)
+        return Part(shard, p.chunk, row, rows, first - start)
+
+    def _bytes(self, p: Part, fd: int, plane: int) -> Plane:
+        """Exponents and sign+mantissa of a part's rows."""
+        keep = p.rows < p.shard.chunk_rows(p.chunk)
+        exponents, mantissas = self._dataset.cache.get(p.shard, fd, p.chunk, plane, keep=keep)
+        hidden = p.shard.header.meta.hidden
+        span = slice(p.row * hidden, (p.row + p.rows) * hidden)
+        return exponents[span], mantissas[span]
+
+    def _bytes_into(self, p: Part, plane: int, out: Plane) -> None:
+        with p.shard.open() as fd:
+            if p.rows == p.shard.chunk_rows(p.chunk):
+                p.shard.plane_into(fd, p.chunk, plane, out)
+            else:
+                out[0][:], out[1][:] = self._bytes(p, fd, plane)
+
+    def _bias(self, p: Part) -> codec.U8:
+        with p.shard.open() as fd:
+            return p.shard.bias(fd, p.chunk)
 
     def _check_covered(self, parts: Sequence[Stored], start: int, stop: int) -> None:
         at = start

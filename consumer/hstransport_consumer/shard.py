@@ -57,6 +57,19 @@ class Shard:
 
     def plane(self, fd: int, chunk: int, plane: int) -> Plane:
         """Decode one plane of a chunk."""
+        size = self.chunk_rows(chunk) * self.header.meta.hidden
+        with self._frames(fd, chunk, plane) as (first, second):
+            return codec.decode_frame(first, size), codec.decode_frame(second, size)
+
+    def plane_into(self, fd: int, chunk: int, plane: int, out: Plane) -> None:
+        """Decode one plane of a chunk into ``out``."""
+        with self._frames(fd, chunk, plane) as frames:
+            for frame, target in zip(frames, out, strict=True):
+                codec.decode_frame_into(frame, target)
+
+    @contextmanager
+    def _frames(self, fd: int, chunk: int, plane: int) -> Iterator[tuple[memoryview, memoryview]]:
+        """The two frames of a plane; CorruptShardError if they are not what the block expects."""
         meta = self.header.meta
         sizes = self.tables.sizes(meta.planes)[chunk]
         at = int(self.tables.c["chunk.offset"][chunk]) + int(sizes[:plane].sum())
@@ -66,7 +79,7 @@ class Shard:
             raise corrupt(self.path, at, f"frames of {first} and {second} bytes for {size}")
         data = memoryview(pread(fd, first + second, at, self.path))
         try:
-            return codec.decode_frame(data[:first], size), codec.decode_frame(data[first:], size)
+            yield data[:first], data[first:]
         except ValueError as e:
             raise corrupt(self.path, at, f"chunk {chunk}, plane {plane}: {e}") from None
 

@@ -9,14 +9,20 @@ import numpy as np
 import numpy.typing as npt
 
 
-def to_torch(bits: npt.NDArray[np.uint16]) -> Any:
-    """A torch.bfloat16 tensor on the same memory as ``bits``. Raises ImportError without torch."""
+def import_torch() -> Any:
+    """The module. Raises ImportError, which says what to do, without it."""
     try:
         import torch
     except ImportError:
         raise ImportError(
             "tensors need torch: pip install 'hstransport[torch]', or use the uint16 arrays"
         ) from None
+    return torch
+
+
+def to_torch(bits: npt.NDArray[np.uint16]) -> Any:
+    """A torch.bfloat16 tensor on the same memory as ``bits``. Raises ImportError without torch."""
+    torch = import_torch()
     with warnings.catch_warnings():
         # Views of the ring are read-only; torch has no such tensors and warns of each.
         warnings.filterwarnings("ignore", message=".*not writable.*")
