@@ -119,7 +119,8 @@ void bind_codec(nb::module_& m) {
 }  // namespace hst
 
 NB_MODULE(_core, m) {
-  m.doc() = "Native part of hstransport: shared-memory ring, copies out of a GPU, byte-plane codec.";
+  m.doc() =
+      "Native part of hstransport: shared-memory ring, copies out of a GPU, byte-plane codec.";
   nb::register_exception_translator(hst::translate);
   hst::bind_ring(m);
   hst::bind_codec(m);

@@ -65,8 +65,7 @@ static nb::tuple describe(const nb::ndarray<>& array) {
   }
   return nb::make_tuple(reinterpret_cast<uintptr_t>(array.data()), nb::tuple(shape),
                         nb::tuple(strides), item_bytes, static_cast<int>(array.dtype().code),
-                        static_cast<int>(array.device_type()),
-                        static_cast<int>(array.device_id()));
+                        static_cast<int>(array.device_type()), static_cast<int>(array.device_id()));
 }
 
 void bind_copier(nb::module_& m) {

@@ -1,4 +1,6 @@
 // hstransport._core: the ring. This file only translates; hstransport/ring.py documents.
+#include "bindings_ring.h"
+
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -10,7 +12,6 @@
 #include <cstring>
 
 #include "bindings.h"
-#include "bindings_ring.h"
 #include "check.h"
 #include "ring_reader.h"
 

@@ -22,8 +22,8 @@ Pinned::Pinned(std::shared_ptr<Device> device, std::shared_ptr<Mapping> map)
     : device_(std::move(device)), map_(std::move(map)) {
   ContextScope scope(device_->context());
   const Driver& d = driver();
-  const Result result = d.host_register(map_->base(), map_->bytes(),
-                                        kHostRegisterPortable | kHostRegisterDeviceMap);
+  const Result result =
+      d.host_register(map_->base(), map_->bytes(), kHostRegisterPortable | kHostRegisterDeviceMap);
   if (result != 0) {
     const char* name = nullptr;
     d.error_name(result, &name);
@@ -178,8 +178,8 @@ void Copier::gather(Stream stream, const StageClaim& claim, const DevicePlanes& 
         const GatherRun& run = a.run[r] = runs[r0 + r];
         const uint64_t last = run.target_row + uint64_t{run.rows - 1} * run.target_step;
         check(run.rows > 0 && (run.rows == 1 || run.target_step > 0) && last < plane_rows,
-              Fault::kConfig, "rows ", run.target_row, " to ", last,
-              " lie outside planes of ", plane_rows, " rows");
+              Fault::kConfig, "rows ", run.target_row, " to ", last, " lie outside planes of ",
+              plane_rows, " rows");
         a.rows += run.rows;
       }
       if (has_kernel()) {
@@ -222,9 +222,9 @@ uint64_t Copier::send(Stream stream, const StageClaim& claim, const Slot& slot, 
     check_call(d.memcpy_2d(&copy, stream_), "cuMemcpy2DAsync");
   }
   // READY (release half): the default flags order this write behind the copy, for all observers.
-  check_call(d.write_value(stream_, pinned_->device_ptr(&map.record(slot.position)->ready),
-                           kCommitted, 0),
-             "cuStreamWriteValue32");
+  check_call(
+      d.write_value(stream_, pinned_->device_ptr(&map.record(slot.position)->ready), kCommitted, 0),
+      "cuStreamWriteValue32");
   finish_claim(claim, ++sent_);
   return sent_;
 }

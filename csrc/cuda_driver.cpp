@@ -19,9 +19,9 @@ static void load() {
         "no CUDA driver on this machine (libcuda.so.1: ", library ? "" : ::dlerror(),
         "): install NVIDIA's driver, or in a container run it with --gpus");
   Driver d;
-#define HST_CUDA_LOAD(field, symbol, signature)                                      \
-  d.field = reinterpret_cast<Result(*) signature>(::dlsym(library, symbol));         \
-  check(d.field != nullptr, Fault::kCuda, "the CUDA driver has no ", symbol,         \
+#define HST_CUDA_LOAD(field, symbol, signature)                              \
+  d.field = reinterpret_cast<Result(*) signature>(::dlsym(library, symbol)); \
+  check(d.field != nullptr, Fault::kCuda, "the CUDA driver has no ", symbol, \
         ": it is older than CUDA 11.7, update it");
   HST_CUDA_FUNCTIONS(HST_CUDA_LOAD)
 #undef HST_CUDA_LOAD
@@ -45,8 +45,8 @@ void check_call(Result result, const char* call) {
   const char* text = nullptr;
   loaded.error_name(result, &name);
   loaded.error_text(result, &text);
-  throw Error(Fault::kCuda, cat(call, ": ", name ? name : "unknown error", " (", result, "): ",
-                                text ? text : "the driver has no text for it"));
+  throw Error(Fault::kCuda, cat(call, ": ", name ? name : "unknown error", " (", result,
+                                "): ", text ? text : "the driver has no text for it"));
 }
 
 int device_of(DevicePtr address) {

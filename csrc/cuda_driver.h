@@ -40,39 +40,39 @@ struct Memcpy2D {
 };
 
 // X(field, symbol, signature)
-#define HST_CUDA_FUNCTIONS(X)                                                                    \
-  X(init, "cuInit", (unsigned))                                                                  \
-  X(error_name, "cuGetErrorName", (Result, const char**))                                        \
-  X(error_text, "cuGetErrorString", (Result, const char**))                                      \
-  X(device_count, "cuDeviceGetCount", (int*))                                                    \
-  X(device_get, "cuDeviceGet", (int*, int))                                                      \
-  X(device_attribute, "cuDeviceGetAttribute", (int*, int, int))                                  \
-  X(primary_retain, "cuDevicePrimaryCtxRetain", (Context*, int))                                 \
-  X(primary_release, "cuDevicePrimaryCtxRelease_v2", (int))                                      \
-  X(context_get, "cuCtxGetCurrent", (Context*))                                                  \
-  X(context_push, "cuCtxPushCurrent_v2", (Context))                                              \
-  X(context_pop, "cuCtxPopCurrent_v2", (Context*))                                               \
-  X(pointer_attribute, "cuPointerGetAttribute", (void*, int, DevicePtr))                         \
-  X(host_register, "cuMemHostRegister_v2", (void*, size_t, unsigned))                            \
-  X(host_unregister, "cuMemHostUnregister", (void*))                                             \
-  X(host_device_ptr, "cuMemHostGetDevicePointer_v2", (DevicePtr*, void*, unsigned))              \
-  X(mem_alloc, "cuMemAlloc_v2", (DevicePtr*, size_t))                                            \
-  X(mem_free, "cuMemFree_v2", (DevicePtr))                                                       \
-  X(memcpy_2d, "cuMemcpy2DAsync_v2", (const Memcpy2D*, Stream))                                  \
-  X(memcpy_d2h, "cuMemcpyDtoHAsync_v2", (void*, DevicePtr, size_t, Stream))                      \
-  X(write_value, "cuStreamWriteValue32_v2", (Stream, DevicePtr, uint32_t, unsigned))             \
-  X(stream_create, "cuStreamCreate", (Stream*, unsigned))                                        \
-  X(stream_destroy, "cuStreamDestroy_v2", (Stream))                                              \
-  X(stream_wait, "cuStreamWaitEvent", (Stream, Event, unsigned))                                 \
-  X(event_create, "cuEventCreate", (Event*, unsigned))                                           \
-  X(event_destroy, "cuEventDestroy_v2", (Event))                                                 \
-  X(event_record, "cuEventRecord", (Event, Stream))                                              \
-  X(event_query, "cuEventQuery", (Event))                                                        \
-  X(module_load, "cuModuleLoadData", (Module*, const void*))                                     \
-  X(module_unload, "cuModuleUnload", (Module))                                                   \
-  X(module_function, "cuModuleGetFunction", (Function*, Module, const char*))                    \
-  X(launch, "cuLaunchKernel",                                                                    \
-    (Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream,     \
+#define HST_CUDA_FUNCTIONS(X)                                                                \
+  X(init, "cuInit", (unsigned))                                                              \
+  X(error_name, "cuGetErrorName", (Result, const char**))                                    \
+  X(error_text, "cuGetErrorString", (Result, const char**))                                  \
+  X(device_count, "cuDeviceGetCount", (int*))                                                \
+  X(device_get, "cuDeviceGet", (int*, int))                                                  \
+  X(device_attribute, "cuDeviceGetAttribute", (int*, int, int))                              \
+  X(primary_retain, "cuDevicePrimaryCtxRetain", (Context*, int))                             \
+  X(primary_release, "cuDevicePrimaryCtxRelease_v2", (int))                                  \
+  X(context_get, "cuCtxGetCurrent", (Context*))                                              \
+  X(context_push, "cuCtxPushCurrent_v2", (Context))                                          \
+  X(context_pop, "cuCtxPopCurrent_v2", (Context*))                                           \
+  X(pointer_attribute, "cuPointerGetAttribute", (void*, int, DevicePtr))                     \
+  X(host_register, "cuMemHostRegister_v2", (void*, size_t, unsigned))                        \
+  X(host_unregister, "cuMemHostUnregister", (void*))                                         \
+  X(host_device_ptr, "cuMemHostGetDevicePointer_v2", (DevicePtr*, void*, unsigned))          \
+  X(mem_alloc, "cuMemAlloc_v2", (DevicePtr*, size_t))                                        \
+  X(mem_free, "cuMemFree_v2", (DevicePtr))                                                   \
+  X(memcpy_2d, "cuMemcpy2DAsync_v2", (const Memcpy2D*, Stream))                              \
+  X(memcpy_d2h, "cuMemcpyDtoHAsync_v2", (void*, DevicePtr, size_t, Stream))                  \
+  X(write_value, "cuStreamWriteValue32_v2", (Stream, DevicePtr, uint32_t, unsigned))         \
+  X(stream_create, "cuStreamCreate", (Stream*, unsigned))                                    \
+  X(stream_destroy, "cuStreamDestroy_v2", (Stream))                                          \
+  X(stream_wait, "cuStreamWaitEvent", (Stream, Event, unsigned))                             \
+  X(event_create, "cuEventCreate", (Event*, unsigned))                                       \
+  X(event_destroy, "cuEventDestroy_v2", (Event))                                             \
+  X(event_record, "cuEventRecord", (Event, Stream))                                          \
+  X(event_query, "cuEventQuery", (Event))                                                    \
+  X(module_load, "cuModuleLoadData", (Module*, const void*))                                 \
+  X(module_unload, "cuModuleUnload", (Module))                                               \
+  X(module_function, "cuModuleGetFunction", (Function*, Module, const char*))                \
+  X(launch, "cuLaunchKernel",                                                                \
+    (Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, \
      void**, void**))
 
 struct Driver {

@@ -11,7 +11,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
-#include <fstream>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -28,48 +27,60 @@ static constexpr uint64_t kPage = 4096;
 static constexpr uint64_t kStep = 64 << 20;
 static constexpr unsigned kMaxThreads = 8;
 
-// The number in a file of one number; `absent` if there is none ("max").
-static uint64_t number_in(const std::string& path, uint64_t absent) {
-  std::ifstream file(path);
-  uint64_t value = 0;
-  return file >> value ? value : absent;
+// A file of /proc or /sys, whole; empty if there is none.
+static std::string text_of(const std::string& path) {
+  std::string text;
+  if (std::FILE* const file = std::fopen(path.c_str(), "re")) {
+    char part[4096];
+    for (size_t n; (n = std::fread(part, 1, sizeof part, file)) > 0;) text.append(part, n);
+    std::fclose(file);
+  }
+  return text;
 }
 
-// Bytes of a cgroup's page cache, which counts as used and is given up when memory is short.
-static uint64_t file_cache_bytes(const std::string& stat_path, const std::string& prefix) {
-  std::ifstream stat(stat_path);
-  uint64_t bytes = 0;
-  std::string name;
-  for (uint64_t value = 0; stat >> name >> value;) {
-    if (name == prefix + "inactive_file" || name == prefix + "active_file") bytes += value;
+// The number behind `name` at the beginning of a line; `absent` if there is none ("max").
+static uint64_t number_in(const std::string& text, const std::string& name, uint64_t absent) {
+  for (size_t at = 0; at < text.size(); at = text.find('\n', at) + 1) {
+    if (text.compare(at, name.size(), name) == 0) {
+      unsigned long long value = 0;
+      return std::sscanf(text.c_str() + at + name.size(), "%llu", &value) == 1 ? value : absent;
+    }
+    if (text.find('\n', at) == std::string::npos) break;
   }
-  return bytes;
+  return absent;
+}
+
+// What a cgroup leaves. Its page cache counts as used, and is given up when memory is short.
+static uint64_t left_in(const std::string& group, bool v2) {
+  const char* const limit = v2 ? "/memory.max" : "/memory.limit_in_bytes";
+  const char* const usage = v2 ? "/memory.current" : "/memory.usage_in_bytes";
+  const std::string prefix = v2 ? "" : "total_";
+  const uint64_t max = number_in(text_of(group + limit), "", UINT64_MAX);
+  const uint64_t used = number_in(text_of(group + usage), "", 0);
+  const std::string stat = text_of(group + "/memory.stat");
+  const uint64_t cache =
+      number_in(stat, prefix + "inactive_file ", 0) + number_in(stat, prefix + "active_file ", 0);
+  const uint64_t held = used - std::min(used, cache);
+  return max > held ? max - held : 0;
 }
 
 // What the cgroups of this process leave, under cgroup v2 or v1.
 static uint64_t cgroup_bytes() {
   uint64_t left = UINT64_MAX;
-  std::ifstream groups("/proc/self/cgroup");
-  for (std::string line; std::getline(groups, line);) {
-    const size_t first = line.find(':');
-    const size_t second = line.find(':', first + 1);
-    if (second == std::string::npos) continue;
-    const std::string controllers = line.substr(first + 1, second - first - 1);
-    const bool v2 = line.compare(0, first, "0") == 0 && controllers.empty();
-    if (!v2 && controllers != "memory") continue;
+  const std::string groups = text_of("/proc/self/cgroup");  // lines of id:controllers:path
+  for (size_t at = 0, end; (end = groups.find('\n', at)) != std::string::npos; at = end + 1) {
+    const std::string line = groups.substr(at, end - at);
+    const bool v2 = line.compare(0, 3, "0::") == 0;
+    const size_t v1 = line.find(":memory:");
+    if (!v2 && v1 == std::string::npos) continue;
     const std::string root = v2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
-    const char* const limit = v2 ? "/memory.max" : "/memory.limit_in_bytes";
-    const char* const usage = v2 ? "/memory.current" : "/memory.usage_in_bytes";
     // A limit of any ancestor counts. In a container the path may be the host's and not exist.
-    std::string group = line.substr(second + 1);
+    std::string group = v2 ? line.substr(3) : line.substr(v1 + 8);
     for (;;) {
-      const uint64_t max = number_in(root + group + limit, UINT64_MAX);
-      const uint64_t used = number_in(root + group + usage, 0);
-      const uint64_t cache = file_cache_bytes(root + group + "/memory.stat", v2 ? "" : "total_");
-      const uint64_t held = used - std::min(used, cache);
-      left = std::min(left, max > held ? max - held : 0);
-      if (group.empty()) break;
-      group.resize(group.find_last_of('/') == std::string::npos ? 0 : group.find_last_of('/'));
+      left = std::min(left, left_in(root + group, v2));
+      const size_t parent = group.rfind('/');
+      if (group.empty() || parent == std::string::npos) break;
+      group.resize(parent);
     }
   }
   return left;
@@ -81,13 +92,8 @@ uint64_t available_bytes(int fd, const std::string& path) {
   // A tmpfs without a limit has no blocks.
   uint64_t available = fs.f_blocks == 0 ? UINT64_MAX : uint64_t{fs.f_bavail} * fs.f_bsize;
   if (fs.f_type != TMPFS_MAGIC) return available;
-  std::ifstream meminfo("/proc/meminfo");
-  for (std::string line; std::getline(meminfo, line);) {
-    unsigned long long kib = 0;
-    if (std::sscanf(line.c_str(), "MemAvailable: %llu kB", &kib) == 1) {
-      available = std::min<uint64_t>(available, kib * 1024);
-    }
-  }
+  const uint64_t kib = number_in(text_of("/proc/meminfo"), "MemAvailable:", UINT64_MAX / 1024);
+  available = std::min(available, kib * 1024);
   return std::min(available, cgroup_bytes());
 }
 
@@ -136,8 +142,8 @@ void populate(int fd, const std::string& path, uint8_t* base, uint64_t bytes,
   std::condition_variable ended;
   std::exception_ptr failure;
   const uint64_t steps = (bytes + kStep - 1) / kStep;
-  unsigned running = static_cast<unsigned>(std::min<uint64_t>(
-      {steps, kMaxThreads, std::max(1u, std::thread::hardware_concurrency())}));
+  unsigned running = static_cast<unsigned>(
+      std::min<uint64_t>({steps, kMaxThreads, std::max(1u, std::thread::hardware_concurrency())}));
   std::vector<std::thread> threads;
   for (unsigned i = running; i > 0; --i) {
     threads.emplace_back([&] {
