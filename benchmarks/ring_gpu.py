@@ -51,7 +51,7 @@ class Bench:
         started = time.perf_counter()
         self.copier.pin(self.ring)
         self.pin_s = time.perf_counter() - started
-        self.core = self.copier._core
+        self.core = self.copier.core
         words = max(SIZES.values()) // 2
         rng = np.random.default_rng(1)
         self.host = rng.integers(0, 1 << 16, words, np.uint16)
@@ -90,8 +90,9 @@ class Bench:
                 raise SystemExit("ring_gpu.py: the reader freed nothing for half a minute")
             before = time.perf_counter_ns()
             claim = core.claim(stream, size)
-            core.gather(stream, claim, native, runs, 1)
-            core.send(stream, claim, slot, size, size, 1)
+            core.gather(stream, claim, native, runs, rows)
+            core.seal(stream, claim)
+            core.send(claim, slot, size, size, 1)
             spent += time.perf_counter_ns() - before
         self._expect(0)  # records that were not as sent
         return (time.perf_counter() - start) / count, spent / count / 1e9
@@ -134,7 +135,8 @@ class Bench:
             start.record(self.stream)
             self.core.gather(self.stream.ptr, claim, native, [(0, 1, 0, 1)], 1)
             stop.record(self.stream)
-            self.core.drop(self.stream.ptr, claim)
+            self.core.seal(self.stream.ptr, claim)
+            self.core.drop(claim)
             self.stream.synchronize()
             times.append(self.cp.cuda.get_elapsed_time(start, stop) / 1e3)
         return statistics.median(times)

@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -93,7 +94,8 @@ void bind_copier(nb::module_& m) {
       .def(
           "claim",
           [](Copier& copier, uintptr_t stream, uint64_t bytes) {
-            return copier.claim(as_stream(stream), bytes);
+            const std::optional<StageClaim> claim = copier.claim(as_stream(stream), bytes);
+            return claim ? std::make_unique<StageClaim>(*claim) : nullptr;
           },
           "stream"_a, "bytes"_a)
       .def(
@@ -111,22 +113,22 @@ void bind_copier(nb::module_& m) {
           },
           "stream"_a, "claim"_a, "planes"_a, "runs"_a, "plane_rows"_a)
       .def(
+          "seal",
+          [](Copier& copier, uintptr_t stream, const StageClaim& claim) {
+            copier.seal(as_stream(stream), claim);
+          },
+          "stream"_a, "claim"_a)
+      .def(
           "send",
-          [](Copier& copier, uintptr_t stream, const StageClaim& claim, Reservation& record,
-             uint64_t width, uint64_t pitch, uint64_t height) {
+          [](Copier& copier, const StageClaim& claim, Reservation& record, uint64_t width,
+             uint64_t pitch, uint64_t height) {
             record.payload();  // not given back yet
-            const uint64_t number =
-                copier.send(as_stream(stream), claim, record.slot, width, pitch, height);
+            const uint64_t number = copier.send(claim, record.slot, width, pitch, height);
             record.take();
             return number;
           },
-          "stream"_a, "claim"_a, "record"_a, "width"_a, "pitch"_a, "height"_a)
-      .def(
-          "drop",
-          [](Copier& copier, uintptr_t stream, const StageClaim& claim) {
-            copier.drop(as_stream(stream), claim);
-          },
-          "stream"_a, "claim"_a)
+          "claim"_a, "record"_a, "width"_a, "pitch"_a, "height"_a)
+      .def("drop", &Copier::drop, "claim"_a)
       .def("completed", &Copier::completed)
       .def("drain", &drain, "timeout_s"_a)
       .def("close",

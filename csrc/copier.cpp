@@ -97,9 +97,8 @@ void Copier::pin(const RingWriter& ring) {
   pinned_ = std::make_unique<Pinned>(device_, ring.map());
 }
 
-StageClaim Copier::claim(Stream stream, uint64_t bytes) {
+std::optional<StageClaim> Copier::claim(Stream stream, uint64_t bytes) {
   check_open();
-  check(!claimed_, Fault::kLease, "the stage's last claim was neither sent nor dropped");
   check(bytes > 0 && bytes <= stage_bytes_, Fault::kConfig, "a claim of ", bytes,
         " bytes: the stage has ", stage_bytes_);
   reap();
@@ -111,17 +110,19 @@ StageClaim Copier::claim(Stream stream, uint64_t bytes) {
   claim.end = claim.begin + size;
   claim.address = stage_ + claim.begin % stage_bytes_;
 
-  // The last copy that reads what this claim overwrites; those before it ended earlier.
-  const Job* blocker = nullptr;
-  for (const Job& job : jobs_) {
-    if (job.begin + stage_bytes_ < claim.end) blocker = &job;
+  // The last copy that reads what this claim overwrites; those before it end earlier.
+  const Claim* blocker = nullptr;
+  for (const Claim& older : claims_) {
+    if (older.begin + stage_bytes_ >= claim.end) continue;
+    if (!older.done) return std::nullopt;
+    blocker = &older;
   }
   if (blocker) {
     ContextScope scope(device_->context());
     check_call(driver().stream_wait(stream, blocker->done, 0), "cuStreamWaitEvent");
   }
   head_ = claim.end;
-  claimed_ = true;
+  claims_.push_back({claim.begin});
   return claim;
 }
 
@@ -161,8 +162,8 @@ void Copier::gather(Stream stream, const StageClaim& claim, const DevicePlanes& 
   a.row_bytes = source.row_bytes;
   a.plane_bytes = plane_rows * source.row_bytes;
   const uint64_t bytes = source.planes.size() * a.plane_bytes;
-  check(claimed_ && bytes <= claim.end - claim.begin, Fault::kConfig, source.planes.size(),
-        " planes of ", plane_rows, " rows of ", source.row_bytes, " bytes exceed the claim of ",
+  check(bytes <= claim.end - claim.begin, Fault::kConfig, source.planes.size(), " planes of ",
+        plane_rows, " rows of ", source.row_bytes, " bytes exceed the claim of ",
         claim.end - claim.begin, " bytes");
   ContextScope scope(device_->context());
   for (size_t p0 = 0; p0 < source.planes.size(); p0 += kGatherPlanes) {
@@ -191,11 +192,27 @@ void Copier::gather(Stream stream, const StageClaim& claim, const DevicePlanes& 
   }
 }
 
-uint64_t Copier::send(Stream stream, const StageClaim& claim, const Slot& slot, uint64_t width,
-                      uint64_t pitch, uint64_t height) {
+Copier::Claim& Copier::unsent(const StageClaim& claim) {
+  for (Claim& mine : claims_) {
+    if (mine.begin == claim.begin && !mine.done) return mine;
+  }
+  throw Error(Fault::kLease, "this claim was sent or dropped before");
+}
+
+void Copier::seal(Stream stream, const StageClaim& claim) {
+  check_open();
+  Claim& mine = unsent(claim);
+  ContextScope scope(device_->context());
+  if (!mine.sealed) mine.sealed = take_event();
+  check_call(driver().event_record(mine.sealed, stream), "cuEventRecord");
+}
+
+uint64_t Copier::send(const StageClaim& claim, const Slot& slot, uint64_t width, uint64_t pitch,
+                      uint64_t height) {
   check_open();
   check(pinned_ != nullptr, Fault::kLease, "the ring is not pinned: call pin() first");
-  check(claimed_, Fault::kLease, "this claim was sent or dropped before");
+  Claim& mine = unsent(claim);
+  check(mine.sealed != nullptr, Fault::kLease, "this claim is not sealed");
   check(height > 0 && width <= pitch && (height - 1) * pitch + width <= claim.end - claim.begin,
         Fault::kConfig, height, " pieces of ", width, " bytes, ", pitch,
         " apart, exceed the claim of ", claim.end - claim.begin, " bytes");
@@ -206,7 +223,7 @@ uint64_t Copier::send(Stream stream, const StageClaim& claim, const Slot& slot, 
   uint8_t* const payload = map.at(slot.position) + slot.payload_offset;
   ContextScope scope(device_->context());
 
-  follow(stream);
+  check_call(d.stream_wait(stream_, mine.sealed, 0), "cuStreamWaitEvent");
   if (width == pitch || height == 1) {
     check_call(d.memcpy_d2h(payload, claim.address, width * height, stream_), "cuMemcpyDtoHAsync");
   } else {
@@ -225,31 +242,23 @@ uint64_t Copier::send(Stream stream, const StageClaim& claim, const Slot& slot, 
   check_call(
       d.write_value(stream_, pinned_->device_ptr(&map.record(slot.position)->ready), kCommitted, 0),
       "cuStreamWriteValue32");
-  finish_claim(claim, ++sent_);
-  return sent_;
+  return finish(mine);
 }
 
-void Copier::drop(Stream stream, const StageClaim& claim) {
+uint64_t Copier::drop(const StageClaim& claim) {
   check_open();
-  check(claimed_, Fault::kLease, "this claim was sent or dropped before");
+  Claim& mine = unsent(claim);
+  check(mine.sealed != nullptr, Fault::kLease, "this claim is not sealed");
   ContextScope scope(device_->context());
-  follow(stream);
-  finish_claim(claim, sent_);
+  check_call(driver().stream_wait(stream_, mine.sealed, 0), "cuStreamWaitEvent");
+  return finish(mine);
 }
 
-// The copy stream does what comes next only after what `stream` has been given so far.
-void Copier::follow(Stream stream) {
-  const Event reached = take_event();
-  check_call(driver().event_record(reached, stream), "cuEventRecord");
-  check_call(driver().stream_wait(stream_, reached, 0), "cuStreamWaitEvent");
-  events_.push_back(reached);  // the wait is for what was recorded: the event may be used anew
-}
-
-void Copier::finish_claim(const StageClaim& claim, uint64_t number) {
+uint64_t Copier::finish(Claim& claim) {
   const Event done = take_event();
   check_call(driver().event_record(done, stream_), "cuEventRecord");
-  jobs_.push_back({claim.begin, number, done});
-  claimed_ = false;
+  claim.done = done;
+  return claim.number = ++finished_;
 }
 
 Event Copier::take_event() {
@@ -263,16 +272,19 @@ Event Copier::take_event() {
   return event;
 }
 
+// Forgets claims that are sent and copied.
 void Copier::reap() {
-  if (jobs_.empty()) return;
+  if (claims_.empty() || !claims_.front().done) return;
   ContextScope scope(device_->context());
-  while (!jobs_.empty()) {
-    const Result result = driver().event_query(jobs_.front().done);
+  while (!claims_.empty() && claims_.front().done) {
+    const Claim& first = claims_.front();
+    const Result result = driver().event_query(first.done);
     if (result == kNotReady) return;
     check_call(result, "cuEventQuery");
-    completed_ = std::max(completed_, jobs_.front().number);
-    events_.push_back(jobs_.front().done);
-    jobs_.pop_front();
+    completed_ = std::max(completed_, first.number);
+    events_.push_back(first.done);
+    events_.push_back(first.sealed);
+    claims_.pop_front();
   }
 }
 
@@ -286,7 +298,7 @@ bool Copier::drain(std::chrono::steady_clock::time_point deadline) {
   check_open();
   for (;;) {
     reap();
-    if (jobs_.empty()) return true;
+    if (claims_.empty() || !claims_.front().done) return true;  // those unsent come last
     if (std::chrono::steady_clock::now() >= deadline) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
@@ -303,8 +315,10 @@ void Copier::close() {
   try {
     ContextScope scope(device->context());
     const Driver& d = driver();
-    while (!jobs_.empty() && d.event_query(jobs_.front().done) == 0) jobs_.pop_front();
-    if (!jobs_.empty() || claimed_) {
+    while (!claims_.empty() && claims_.front().done && d.event_query(claims_.front().done) == 0) {
+      claims_.pop_front();
+    }
+    if (!claims_.empty()) {
       // What a copy still reads and writes outlives us: the stage, the ring's memory, its pins.
       new std::shared_ptr<Device>(device);
       pinned_.release();

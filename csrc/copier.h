@@ -5,13 +5,18 @@
 //
 // The gather is ordered behind the states' kernels and before whatever overwrites them (the next
 // replay of a CUDA graph), so the states' own memory is free again as soon as it has run. The
-// stage is device memory used like a ring; when it is full the *caller's stream* waits for the
-// oldest copies, on the GPU. No call here waits on the CPU, except close().
+// stage is device memory used like a ring. Where it is full of copies under way, the *caller's
+// stream* waits for them, on the GPU; where it is full of claims that nobody has sent yet, there is
+// no room. No call here waits on the CPU, except drain().
+//
+// One thread claims, gathers and seals; another may send and drop, in the order of the claims. The
+// calls themselves must not overlap: Python's lock sees to that.
 #pragma once
 
 #include <chrono>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "cuda_driver.h"
@@ -60,20 +65,23 @@ class Copier {
   // Registers the ring with the driver: a GPU can only write into pinned memory.
   void pin(const RingWriter& ring);
 
-  // One claim at a time: send() or drop() it before the next. `stream` waits until the copies
-  // that still read this part of the stage have ended.
-  StageClaim claim(cuda::Stream stream, uint64_t bytes);
+  // `stream` waits until the copies that still read this part of the stage have ended. Nothing if
+  // older claims, unsent, take all the room.
+  std::optional<StageClaim> claim(cuda::Stream stream, uint64_t bytes);
   // Copies rows into the claim, which then holds planes of plane_rows rows each.
   void gather(cuda::Stream stream, const StageClaim& claim, const DevicePlanes& source,
               const GatherRun* runs, size_t count, uint64_t plane_rows);
+  // All that the claim is to hold has been given to `stream`.
+  void seal(cuda::Stream stream, const StageClaim& claim);
   // Copies `height` pieces of `width` bytes, `pitch` bytes apart, into the record and commits it,
-  // both behind what `stream` has been given so far. Returns the copy's number, from 1.
-  uint64_t send(cuda::Stream stream, const StageClaim& claim, const Slot& slot, uint64_t width,
-                uint64_t pitch, uint64_t height);
-  // Gives a claim back unsent.
-  void drop(cuda::Stream stream, const StageClaim& claim);
+  // both behind what the stream had been given when the claim was sealed. Returns a number, from 1:
+  // when it is completed(), the copy has ended and the sources are free.
+  uint64_t send(const StageClaim& claim, const Slot& slot, uint64_t width, uint64_t pitch,
+                uint64_t height);
+  // Gives a sealed claim back unsent; the number says when its gather has ended.
+  uint64_t drop(const StageClaim& claim);
 
-  // Number of the last copy that has ended, and all before it.
+  // The highest number that is over, and all before it.
   uint64_t completed();
   // Waits for all copies, at most until `deadline`; false when some have not ended by then.
   bool drain(std::chrono::steady_clock::time_point deadline);
@@ -86,10 +94,11 @@ class Copier {
   bool has_kernel() const { return gather16_ != nullptr; }
 
  private:
-  struct Job {
+  struct Claim {
     uint64_t begin;  // of its part of the stage
-    uint64_t number;
-    cuda::Event done;
+    uint64_t number = 0;
+    cuda::Event sealed = nullptr;
+    cuda::Event done = nullptr;  // once sent or dropped
   };
 
   void check_open() const;
@@ -97,8 +106,8 @@ class Copier {
   void gather_by_engine(cuda::Stream stream, const GatherArguments& a);
   void launch(cuda::Stream stream, GatherArguments& a);
   cuda::Event take_event();
-  void follow(cuda::Stream stream);
-  void finish_claim(const StageClaim& claim, uint64_t number);
+  Claim& unsent(const StageClaim& claim);
+  uint64_t finish(Claim& claim);
   void reap();
 
   std::shared_ptr<cuda::Device> device_;
@@ -111,10 +120,9 @@ class Copier {
   unsigned blocks_ = 0;
   std::unique_ptr<Pinned> pinned_;
   uint64_t head_ = 0;
-  uint64_t sent_ = 0;
+  uint64_t finished_ = 0;
   uint64_t completed_ = 0;
-  bool claimed_ = false;
-  std::deque<Job> jobs_;
+  std::deque<Claim> claims_;
   std::vector<cuda::Event> events_;  // spare ones
   const int pid_;
 };

@@ -1,11 +1,12 @@
-"""Out of a model's memory into reserved records of the ring.
+"""Out of a model's memory into reserved records of the ring, in two steps.
 
-Two ways, one for each sort of memory. :class:`HostCopier` copies and commits at once.
-:class:`DeviceCopier` only enqueues: rows are gathered on the caller's stream into a *stage*, a ring
-of device memory, and leave it through the copy engine on a stream of the copier's own, which then
-writes the record's ready word. So a copy is ordered behind the states' own kernels and before
-whatever the caller enqueues next (say, the replay of a CUDA graph that overwrites them), and no
-thread ever waits for it. csrc/copier.h has the picture.
+``gather`` takes hold of rows on the thread, and at the point of its stream, where the states are
+still what they were computed as; the :class:`Rows` that it returns fill a record later, on the
+exporter's thread. In host memory to take hold is to keep a reference. On a GPU the rows are
+gathered into a *stage*, a ring of device memory, on the caller's stream: behind the states' own
+kernels and before whatever comes next (say, the replay of a CUDA graph that overwrites them). From
+there the copy engine takes them into the record, on a stream of the copier's own, which then writes
+the record's ready word: no thread waits for a copy. csrc/copier.h has the picture.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from .ring import Reservation, RingWriter
 
 logger = logging.getLogger(__name__)
 
-MAX_DECODE_STEPS = 32
-"""Decode steps that are gathered into one record: the step itself then costs one kernel launch."""
+MAX_HELD_BYTES = 256 << 20
+"""Host memory that waits for the exporter's thread; beyond it there is no room."""
 DRAIN_S = 5.0
 """How long close() waits for copies that still run. They take milliseconds."""
 
@@ -35,64 +36,98 @@ class RowRange(NamedTuple):
     rows: int
 
 
-class Copier(Protocol):
-    """What the exporter needs of either way."""
+class Rows(Protocol):
+    """Rows that were gathered for one record. Either is called once, in the order of gathering."""
 
-    max_bytes: int | None
-    """Largest record that it can copy; None: any."""
+    def fill(self, record: Reservation) -> None:
+        """Fill the record plane by plane, and commit it or have it committed."""
 
-    def copy(self, record: Reservation, ranges: Sequence[RowRange], planes: Planes) -> None:
-        """Fill the record with these rows of each plane, plane by plane, and commit it."""
-
-    def open_steps(self, rows: int, planes: Planes, steps: int) -> Steps | None:
-        """Make room for ``steps`` decode steps of ``rows`` rows; None: it copies each at once."""
-
-    def release(self) -> None:
-        """Let go of sources that are copied by now."""
-
-    def close(self) -> None:
-        """Wait for copies that run, then give everything back."""
+    def drop(self) -> None:
+        """Throw them away."""
 
 
-class Steps(Protocol):
-    """Rows of consecutive decode steps, gathered until they fill a record."""
+class Steps(Rows, Protocol):
+    """Rows of consecutive decode steps; in the record each row has all its steps together."""
 
     def add(self, ranges: Sequence[RowRange], planes: Planes) -> None:
         """Gather the rows of one more step."""
 
-    def send(self, record: Reservation) -> None:
-        """Fill the record, row by row with all its steps, plane by plane, and commit it."""
+    def seal(self) -> None:
+        """No more steps will come."""
 
-    def drop(self) -> None:
-        """Throw away what was gathered."""
+
+class Copier(Protocol):
+    """What the exporter needs of either memory. All but release() and close() may be called beside
+    the methods of :class:`Rows`, from another thread."""
+
+    max_bytes: int
+    """Largest record that can be gathered."""
+
+    def gather(self, ranges: Sequence[RowRange], planes: Planes) -> Rows | None:
+        """Take hold of these rows; None when too many wait already."""
+
+    def gather_steps(self, rows: int, planes: Planes, steps: int) -> Steps | None:
+        """The same for up to ``steps`` decode steps of ``rows`` rows each, added one by one."""
+
+    def release(self) -> bool:
+        """Let go of sources that are copied by now; True when some are not."""
+
+    def close(self) -> None:
+        """Wait for copies that run, then give everything back; never raises."""
 
 
 class HostCopier:
-    """Rows of host memory, copied by the calling thread."""
+    """Rows of host memory, copied by the exporter's thread."""
 
-    max_bytes: int | None = None
+    max_bytes = MAX_HELD_BYTES
 
-    def copy(self, record: Reservation, ranges: Sequence[RowRange], planes: Planes) -> None:
+    def __init__(self) -> None:
+        # Each is counted by one thread only.
+        self._gathered_bytes = 0
+        self._copied_bytes = 0
+
+    def gather(self, ranges: Sequence[RowRange], planes: Planes) -> Rows | None:
         if planes.device is not None:
-            raise CudaError(
-                f"states lie on cuda:{planes.device}, this run's copier takes host memory"
-            )
+            raise CudaError(f"states lie on cuda:{planes.device}, this copier takes host memory")
+        rows = sum(r.rows for r in ranges)
+        size = sum(p.row_bytes for p in planes.planes) * rows
+        waiting = self._gathered_bytes - self._copied_bytes
+        if waiting and waiting + size > MAX_HELD_BYTES:
+            return None
+        self._gathered_bytes += size
+        return _HostRows(self, ranges, planes, size)
+
+    def gather_steps(self, rows: int, planes: Planes, steps: int) -> Steps | None:
+        return None
+
+    def copied(self, size: int) -> None:
+        self._copied_bytes += size
+
+    def release(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+class _HostRows(NamedTuple):
+    copier: HostCopier
+    ranges: Sequence[RowRange]
+    planes: Planes
+    size: int
+
+    def fill(self, record: Reservation) -> None:
         offset = 0
-        for p in planes.planes:
-            for r in ranges:
+        for p in self.planes.planes:
+            for r in self.ranges:
                 address = p.address + r.row * p.stride_bytes
                 record.copy_rows(offset, address, r.rows, p.row_bytes, p.stride_bytes)
                 offset += r.rows * p.row_bytes
         record.commit()
+        self.drop()
 
-    def open_steps(self, rows: int, planes: Planes, steps: int) -> Steps | None:
-        return None
-
-    def release(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    def drop(self) -> None:
+        self.copier.copied(self.size)
 
 
 class DeviceCopier:
@@ -105,21 +140,16 @@ class DeviceCopier:
     """
 
     def __init__(self, device: int, stage_bytes: int) -> None:
-        self._core = _core.Copier(device, stage_bytes)
+        self.core = _core.Copier(device, stage_bytes)
+        """The native object."""
         self.device = device
-        self.stage_bytes = int(self._core.stage_bytes)
-        self.max_bytes: int | None = self.stage_bytes
+        self.max_bytes = self.core.stage_bytes
         self._held: deque[tuple[int, Any]] = deque()
 
     @property
     def has_kernel(self) -> bool:
         """Whether the gather kernel runs on this device; else the driver's 2-D copies gather."""
-        return bool(self._core.has_kernel)
-
-    @property
-    def stream(self) -> int:
-        """Handle of the stream on which records are copied and committed."""
-        return int(self._core.stream)
+        return self.core.has_kernel
 
     def pin(self, ring: RingWriter) -> None:
         """Register the ring's memory with the driver (about 50 ms for each GiB).
@@ -127,43 +157,27 @@ class DeviceCopier:
         Raises CudaError that says what to do when the driver or a limit on memory refuses. There is
         no way around: into memory that is not pinned a GPU cannot write by itself.
         """
-        self._core.pin(ring.core)
+        self.core.pin(ring.core)
 
-    def copy(self, record: Reservation, ranges: Sequence[RowRange], planes: Planes) -> None:
-        """Enqueue the copy; the device commits the record. The planes are held until then."""
-        native = self._native(planes)
+    def gather(self, ranges: Sequence[RowRange], planes: Planes) -> Rows | None:
+        native = self.native(planes)
         rows = sum(r.rows for r in ranges)
-        size = record.payload_bytes
-        claim = self._core.claim(planes.stream, size)
-        self._core.gather(planes.stream, claim, native, _gather_runs(ranges, 1), rows)
-        number = self._core.send(planes.stream, claim, record, size, size, 1)
-        self._hold(number, planes)
+        size = native.count * rows * native.row_bytes
+        claim = self.core.claim(planes.stream, size)
+        if claim is None:
+            return None
+        self.core.gather(planes.stream, claim, native, _gather_runs(ranges, 1), rows)
+        self.core.seal(planes.stream, claim)
+        return _DeviceRows(self, claim, size, planes)
 
-    def open_steps(self, rows: int, planes: Planes, steps: int) -> DeviceSteps | None:
-        return DeviceSteps(self, rows, planes, steps)
+    def gather_steps(self, rows: int, planes: Planes, steps: int) -> Steps | None:
+        native = self.native(planes)
+        size = native.count * rows * steps * native.row_bytes
+        claim = self.core.claim(planes.stream, size)
+        return None if claim is None else _DeviceSteps(self, claim, rows, steps, planes)
 
-    def release(self) -> None:
-        if self._held:
-            done = self._core.completed()
-            while self._held and self._held[0][0] <= done:
-                self._held.popleft()
-
-    def close(self) -> None:
-        """Wait for copies that run, then give everything back; it never raises."""
-        try:
-            if not self._core.drain(DRAIN_S):
-                logger.error(
-                    "hstransport: copies out of the GPU did not end in %.0f s; their memory is "
-                    "left to the end of the process",
-                    DRAIN_S,
-                )
-        except CudaError as e:  # whoever met it first has reported it
-            logger.debug("hstransport: the last copies were lost: %s", e)
-        finally:
-            self._core.close()
-            self._held.clear()
-
-    def _native(self, planes: Planes) -> Any:
+    def native(self, planes: Planes) -> Any:
+        """The planes as the copier takes them, made once."""
         if planes.native is None:
             if planes.device != self.device:
                 where = "host memory" if planes.device is None else f"cuda:{planes.device}"
@@ -173,48 +187,84 @@ class DeviceCopier:
             )
         return planes.native
 
-    def _hold(self, number: int, sources: Any) -> None:
-        self.release()
+    def hold(self, number: int, sources: Any) -> None:
+        """Keep sources until ``number`` is over."""
         self._held.append((number, sources))
 
+    def release(self) -> bool:
+        if self._held:
+            done = self.core.completed()
+            while self._held and self._held[0][0] <= done:
+                self._held.popleft()
+        return bool(self._held)
 
-class DeviceSteps:
+    def close(self) -> None:
+        try:
+            if not self.core.drain(DRAIN_S):
+                logger.error(
+                    "hstransport: copies out of the GPU did not end in %.0f s; their memory is "
+                    "left to the end of the process",
+                    DRAIN_S,
+                )
+        except CudaError as e:  # whoever met it first has reported it
+            logger.debug("hstransport: the last copies were lost: %s", e)
+        finally:
+            self.core.close()
+            self._held.clear()
+
+
+class _DeviceRows(NamedTuple):
+    copier: DeviceCopier
+    claim: _core.StageClaim
+    size: int
+    planes: Planes
+
+    def fill(self, record: Reservation) -> None:
+        number = self.copier.core.send(self.claim, record, self.size, self.size, 1)
+        self.copier.hold(number, self.planes)
+
+    def drop(self) -> None:
+        self.copier.hold(self.copier.core.drop(self.claim), self.planes)
+
+
+class _DeviceSteps:
     """Decode steps in the stage: ``[planes, rows, steps, hidden]``."""
 
-    def __init__(self, copier: DeviceCopier, rows: int, planes: Planes, steps: int) -> None:
+    def __init__(
+        self, copier: DeviceCopier, claim: _core.StageClaim, rows: int, limit: int, planes: Planes
+    ) -> None:
         self._copier = copier
-        self._core = copier._core
+        self._claim = claim
+        self._rows = rows
+        self._limit = limit
+        self._stream = planes.stream
         self._row_bytes = planes.planes[0].row_bytes
         self._planes = len(planes.planes)
-        self._rows = rows
-        self._limit = steps
-        self._stream = planes.stream
-        self._claim = self._core.claim(planes.stream, self._planes * rows * steps * self._row_bytes)
         self._steps = 0
         self._sources: list[Planes] = []
 
     def add(self, ranges: Sequence[RowRange], planes: Planes) -> None:
-        native = planes.native or self._copier._native(planes)
+        native = planes.native or self._copier.native(planes)
         if not self._sources or self._sources[-1] is not planes:
             self._sources.append(planes)
         runs = _gather_runs(ranges, self._limit, self._steps)
-        self._core.gather(self._stream, self._claim, native, runs, self._rows * self._limit)
+        plane_rows = self._rows * self._limit
+        self._copier.core.gather(self._stream, self._claim, native, runs, plane_rows)
         self._steps += 1
 
-    def send(self, record: Reservation) -> None:
-        width = self._steps * self._row_bytes
-        number = self._core.send(
-            self._stream,
-            self._claim,
-            record,
-            width,
-            self._limit * self._row_bytes,
-            self._planes * self._rows,
-        )
-        self._copier._hold(number, self._sources)
+    def seal(self) -> None:
+        self._copier.core.seal(self._stream, self._claim)
+
+    def fill(self, record: Reservation) -> None:
+        width, pitch = self._steps * self._row_bytes, self._limit * self._row_bytes
+        height = self._planes * self._rows
+        if width == pitch:  # one long piece
+            width, pitch, height = width * height, pitch * height, 1
+        number = self._copier.core.send(self._claim, record, width, pitch, height)
+        self._copier.hold(number, self._sources)
 
     def drop(self) -> None:
-        self._core.drop(self._stream, self._claim)
+        self._copier.hold(self._copier.core.drop(self._claim), self._sources)
 
 
 def _gather_runs(
@@ -227,8 +277,3 @@ def _gather_runs(
         runs.append((r.row, r.rows, target, step))
         target += r.rows * step
     return runs
-
-
-def copier_for(device: int | None, stage_bytes: int) -> Copier:
-    """The way out of a device's memory; None is the host's."""
-    return HostCopier() if device is None else DeviceCopier(device, stage_bytes)

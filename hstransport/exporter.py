@@ -1,10 +1,9 @@
-"""The producer: samples and their rows go into the ring in order, and nothing is lost unsaid.
+"""The producer as the server's thread sees it: take hold of rows, post, and be gone.
 
-Everything runs on the thread that calls it (SGLang's scheduler), so it does only what it must:
-reserve, copy (of a GPU's states: enqueue the copy), send. A full ring is a value: the named policy
-decides what it costs. The one exception: START and END records that found no room are put in later
-by a helper thread, which lives only while some wait, so that an idle server still names the samples
-that it could not keep.
+What must happen on the caller's thread happens there: rows are gathered in the order of its
+stream. Everything else, from packing metadata to waiting for room in the ring, is posted to a
+thread of the exporter's own, in order, and handed over once for each forward pass: a pass that
+costs the server's thread tens of microseconds would cost it hundreds with the rest.
 """
 
 from __future__ import annotations
@@ -12,69 +11,48 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
 
 from .capture import Planes
 from .channel import Publisher
-from .copyout import MAX_DECODE_STEPS, Copier, HostCopier, RowRange, Steps
-from .errors import CaptureError, ConfigError
-from .protocol import (
-    MAX_META_BYTES,
-    ROWS,
-    End,
-    Label,
-    Message,
-    Rows,
-    Segment,
-    SessionInfo,
-    Start,
-    TokenIds,
-    pack_event,
-)
-from .ring import Reservation, RingWriter
+from .copyout import Copier, HostCopier, RowRange, Steps
+from .copyout import Rows as GatheredRows
+from .errors import CaptureError, ConfigError, HsTransportError
+from .protocol import Label, SessionInfo, TokenIds
+from .recorder import OpenSample, Recorder, RowSpan
+from .ring import RingWriter
 
 logger = logging.getLogger(__name__)
 
 RECORD_PAYLOAD_BYTES = 256 << 20
 """Rows of one forward pass are split into records of at most this size."""
-MAX_PENDING_BYTES = 64 << 20
-"""Metadata of START and END records that wait for room; beyond it samples are lost, and counted."""
-SMALL_META_BYTES = 64 << 10
-"""Metadata of this size fit into every ring: MIN_RING_BYTES of the settings is much more."""
-_LOG_EVERY_S = 10.0
+MAX_DECODE_STEPS = 32
+"""Decode steps that a GPU gathers into one record."""
+_GRACE_S = 1.0  # beyond the policy's wait, for the exporter's thread to do what it has
+_NAP_S = 0.0005
 _RETRY_PENDING_S = 0.05
+_RELEASE_S = 0.01
+_JOIN_S = 10.0
 
-
-@dataclass
-class OpenSample:
-    """A request whose rows are being captured."""
-
-    sid: int
-    id: str
-    dropped: int = 0
-    """Rows that the ring had no room for; the sample cannot be whole any more."""
-    lost: bool = False
-    """Its START never found room, not even in the queue: the consumer will not hear of it."""
-
-
-class RowSpan(NamedTuple):
-    """Rows of one sample inside the planes of a forward pass."""
-
-    sample: OpenSample
-    position: int
-    """Token position of the first row."""
-    row: int
-    """Its row in the planes."""
-    rows: int
+_Post = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class DecodeRun:
     """Consecutive decode steps of the same requests in the same order, one row each and step."""
 
-    __slots__ = ("_gathered", "_limit", "_live", "_ranges", "open", "spans", "steps", "stream")
+    __slots__ = (
+        "_gathered",
+        "_limit",
+        "_ranges",
+        "_spoilt",
+        "_worth",
+        "open",
+        "spans",
+        "steps",
+        "stream",
+    )
 
     def __init__(self, spans: Sequence[RowSpan]) -> None:
         self.spans = spans
@@ -84,7 +62,8 @@ class DecodeRun:
         self.open = True
         """Whether one more step may be added."""
         self.stream = 0
-        self._live: list[RowSpan] = []
+        self._worth: Sequence[RowSpan] = ()
+        self._spoilt: Sequence[RowSpan] = ()
         self._ranges: list[RowRange] = []
         self._limit = 0
         self._gathered: Steps | None = None
@@ -94,14 +73,16 @@ class DecodeRun:
 
 
 class Exporter:
-    """Single producer over one ring and its PUB socket.
+    """Single producer over one ring and its PUB socket. One thread calls it; any may close it.
 
-    What :meth:`start`, :meth:`rows`, :meth:`step` and :meth:`end` put into the ring is told to
-    listeners by the next :meth:`announce`: one wake-up for a forward pass, not one for each record.
+    What :meth:`start`, :meth:`rows`, :meth:`step` and :meth:`end` post is done after the next
+    :meth:`submit`, in that order. An error of the exporter's thread is raised by the next call.
 
     ``copier`` takes the states out of their memory (default: out of host memory); it is closed
-    here. ``policy`` is ``"block"`` (wait for room up to ``block_s``, then drop; after an expired
-    wait drop at once until the consumer frees something) or ``"drop"``.
+    here. ``policy`` is ``"block"`` (wait for room in the ring up to ``block_s``, then drop; after
+    an expired wait drop at once until the consumer frees something) or ``"drop"``. While the
+    exporter's thread waits, the caller goes on until the copier has no room either; then it waits
+    too, as long.
     """
 
     def __init__(
@@ -114,360 +95,243 @@ class Exporter:
         policy: str = "block",
         block_s: float = 1.0,
     ) -> None:
-        self._ring = ring
-        self._copier: Copier = copier or HostCopier()
-        self._run: DecodeRun | None = None  # whose steps are gathered and not yet in the ring
-        self._untold: list[Message] = []
-        self._publisher = publisher
         self._info = info
+        self._copier: Copier = copier or HostCopier()
         self._wait_s = block_s if policy == "block" else 0.0
-        self._event_reserve = min(ring.capacity_bytes // 16, 4 << 20)
-        self._stalled_at: int | None = None  # the ring's tail when a wait last expired
-        self._next_sid = 0
-        self._pending: deque[tuple[int, bytes]] = deque()
-        self._pending_bytes = 0
-        self.samples_lost = 0
-        """Samples of which not even the name could be kept; their number is all that is left."""
-        self._logged_at = float("-inf")
-        self._rows_dropped = 0
+        self._recorder = Recorder(ring, publisher, info, self._wait_s)
         self._rows_per_record = self._fit_rows()
-        self._lock = threading.Lock()  # the scheduler's thread against the helper
-        self._helper: threading.Thread | None = None
+        self._next_sid = 0
+        self._run: DecodeRun | None = None  # whose steps are gathered and not yet posted
+        self._posted: list[_Post] = []
+        self._queue: SimpleQueue[list[_Post] | None] = SimpleQueue()
+        self._failure: Exception | None = None
+        self._closing = threading.Lock()
         self._closed = False
+        self._thread = threading.Thread(target=self._work, name="hstransport", daemon=True)
+        self._thread.start()
 
     @property
     def ring(self) -> RingWriter:
-        return self._ring
+        return self._recorder.ring
+
+    @property
+    def samples_lost(self) -> int:
+        """Samples of which not even the name could be kept."""
+        return self._recorder.samples_lost
 
     def start(
         self,
         id: str,
         rid: str,
-        prompt: TokenIds,
+        prompt: Sequence[int] | TokenIds,
         labels: Mapping[str, Label] | None = None,
         loss_mask: tuple[int, ...] | None = None,
     ) -> OpenSample:
-        """Begin a sample. ``prompt``: int32 token ids."""
-        with self._lock:
-            sample = OpenSample(self._next_sid, id)
-            self._next_sid += 1
-            start = Start(sample.sid, id, rid, prompt, labels or {}, loss_mask, time.time())
-            kind, meta = pack_event(start)
-            if not self._can_fit(meta):
-                # Its name and its end are told; its rows could not be told apart without tokens.
-                sample.dropped = len(prompt)
-                bare = start._replace(prompt=prompt[:0], labels={}, loss_mask=None)
-                kind, meta = pack_event(bare)
-                self._complain(f"the prompt of sample {id!r} ({len(prompt)} tokens) is too long")
-            if not self._emit(kind, meta):
-                sample.lost = True
-                self.samples_lost += 1
-                self._complain(f"no room even for the name of sample {id!r}")
-            return sample
+        """Begin a sample. ``prompt``: token ids, which must not be changed from here on."""
+        sample = OpenSample(self._next_sid, id)
+        self._next_sid += 1
+        now = time.time()
+        self._post(self._recorder.start, sample, rid, prompt, labels or {}, loss_mask, now)
+        return sample
 
     def rows(self, spans: Sequence[RowSpan], planes: Planes) -> None:
-        """Copy rows of one forward pass into the ring, in records of bounded size.
+        """Export rows of one forward pass, in records of bounded size.
 
         The planes must stay as they are until the work that their stream has been given so far is
-        done; they are kept alive for as long as that takes.
+        done (host memory: until the rows are in the ring); they are kept alive for as long.
         """
-        with self._lock:
-            self._finish_run()
-            self._rows(spans, planes)
+        self._finish_run()
+        worth, spoilt = _sort_out(spans)
+        if spoilt:
+            self._post(self._recorder.drop, spoilt)
+        for part in self._parts(worth):
+            self._post(self._recorder.rows, part, 1, self._gather(row_ranges(part), planes))
 
     def step(self, run: DecodeRun, planes: Planes) -> None:
-        """Copy the rows of one more decode step, as :meth:`rows`.
+        """Export the rows of one more decode step; of the planes see :meth:`rows`.
 
-        Steps of a GPU are gathered on it, and go into the ring together when there are enough of
-        them, or when anything else is exported.
+        Steps of a GPU are gathered on it, and posted together when there are enough of them, or
+        when anything else is exported.
         """
-        with self._lock:
-            if run is not self._run:
-                if not run.open:
-                    raise CaptureError("this run of decode steps has ended: begin another")
-                self._finish_run()
-                self._open_run(run, planes)
-            elif run.stream != planes.stream:
-                raise CaptureError("the server changed the stream of its decode steps in mid-run")
-            if run._gathered is None:
-                at = run.steps
-                self._rows([s._replace(position=s.position + at) for s in run.spans], planes)
-                run.steps += 1
-                return
-            run._gathered.add(run._ranges, planes)
-            run.steps += 1
-            if run.steps == run._limit:
-                self._finish_run()
-
-    def abandon_run(self) -> None:
-        """Give up the gathered steps of the open run, after an error: nothing is asked of the GPU.
-
-        Steps cannot be exported any more; events can.
-        """
-        with self._lock:
-            run, self._run = self._run, None
-            if run is not None:
-                run.open = False
-                for span in run.spans:
-                    self._drop(span._replace(rows=run.steps))
-
-    def announce(self) -> None:
-        """Tell listeners of the records since the last call, and let go of copied sources."""
-        with self._lock:
-            self._announce()
-            self._copier.release()
-
-    def _announce(self) -> None:
-        if self._untold:
-            untold, self._untold = self._untold, []
-            if self._publisher is not None:
-                self._publisher.send(untold)
-
-    def _open_run(self, run: DecodeRun, planes: Planes) -> None:
-        self._run = run
-        run.stream = planes.stream
-        run._live = [s for s in run.spans if not (s.sample.lost or s.sample.dropped)]
-        run._ranges = row_ranges(run._live)
-        rows = len(run._live)
-        if rows:
-            run._limit = min(MAX_DECODE_STEPS, self._rows_per_record // rows)
-            if run._limit:
-                run._gathered = self._copier.open_steps(rows, planes, run._limit)
-
-    def _finish_run(self) -> None:
-        """Put the gathered steps of the open run into the ring, and let it take no more."""
-        run, self._run = self._run, None
-        if run is None:
-            return
-        run.open = False
+        if not run.open:
+            raise CaptureError("this run of decode steps has ended: begin another")
+        if run is not self._run:
+            self._finish_run()
+            self._open_run(run, planes)
+        elif run.stream != planes.stream:
+            raise CaptureError("the server changed the stream of its decode steps in mid-run")
         if run._gathered is None:
+            at = run.steps
+            run.steps += 1
+            self._run = None
+            self.rows([s._replace(position=s.position + at) for s in run.spans], planes)
             return
-        for span in run.spans:
-            if span.sample.dropped and not span.sample.lost:
-                self._drop(span._replace(rows=run.steps))
-        kind, meta = pack_event(
-            Rows(tuple(Segment(s.sample.sid, s.position, run.steps) for s in run._live))
-        )
-        size = len(run._live) * run.steps * self._info.row_bytes
-        slot = None
-        if self._flush_pending(self._wait_s):  # a START must come before its rows
-            slot = self._reserve(kind, meta, size, self._wait_s)
-        if slot is None:
-            run._gathered.drop()
-            for span in run._live:
-                self._drop(span._replace(rows=run.steps))
-            return
-        run._gathered.send(slot)
-        self._tell(kind, _place(slot), meta)
-
-    def _rows(self, spans: Sequence[RowSpan], planes: Planes) -> None:
-        room = self._flush_pending(self._wait_s)  # a START must come before its rows
-        batch: list[RowSpan] = []
-        count = 0
-        for span in spans:
-            if span.sample.lost:
-                continue
-            if span.sample.dropped or not room:
-                self._drop(span)
-                continue
-            at = 0
-            while at < span.rows:
-                n = min(span.rows - at, self._rows_per_record - count)
-                batch.append(RowSpan(span.sample, span.position + at, span.row + at, n))
-                at, count = at + n, count + n
-                if count == self._rows_per_record:
-                    self._write_rows(batch, count, planes)
-                    batch, count = [], 0
-        if batch:
-            self._write_rows(batch, count, planes)
+        run._gathered.add(run._ranges, planes)
+        run.steps += 1
+        if run.steps == run._limit:
+            self._finish_run()
 
     def end(
         self,
         sample: OpenSample,
         reason: str,
         tokens: int,
-        output: TokenIds,
+        output: Sequence[int] | TokenIds,
         *,
         cached: int = 0,
         detail: str = "",
     ) -> None:
         """End a sample: positions 0 .. tokens-1 make it whole."""
-        if sample.lost:
-            return
-        with self._lock:
-            self._finish_run()  # its rows come before its end
-            self._end(
-                sample, End(sample.sid, reason, tokens, output, sample.dropped, cached, detail)
-            )
+        self._finish_run()  # its rows come before its end
+        self._post(self._recorder.end, sample, reason, tokens, output, cached, detail)
 
-    def _end(self, sample: OpenSample, end: End) -> None:
-        kind, meta = pack_event(end)
-        if not self._can_fit(meta):
-            bare = end._replace(output=end.output[:0], dropped=max(end.dropped, 1))
-            kind, meta = pack_event(bare)
-        if not self._emit(kind, meta):
-            self.samples_lost += 1
-            self._complain(f"no room even for the end of sample {sample.id!r}")
+    def submit(self) -> None:
+        """Hand over what was posted, with one wake-up of the exporter's thread."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        if self._posted:
+            posted, self._posted = self._posted, []
+            self._queue.put(posted)
+
+    def flush(self, timeout_s: float = 10.0) -> None:
+        """Wait until all that was posted is in the ring, dropped or waiting for room there."""
+        done = threading.Event()
+        self._post(done.set)
+        self.submit()
+        if not done.wait(timeout_s):
+            raise HsTransportError(f"the exporter's thread was not done after {timeout_s} s")
+        self.submit()  # raises what it met
+
+    def abandon(self) -> None:
+        """After an error: no more rows. What is gathered is given up, and nothing is asked of the
+        GPU; events can still be posted."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.open = False
+            self._post(self._recorder.drop, run.spans, run.steps)
 
     def close(self) -> None:
         """End the run; the ring stays for a consumer unless all of it is free. Idempotent."""
-        with self._lock:
+        with self._closing:
             if self._closed:
                 return
             self._closed = True
             try:
                 self._finish_run()
-                self._flush_pending()
-                self._announce()
             finally:
-                self._close_all()
-
-    def _close_all(self) -> None:
-        if self._pending:
-            logger.warning(
-                "hstransport: %d START/END records found no room in the ring; the consumer will "
-                "report their samples as unfinished or not at all",
-                len(self._pending),
-            )
-        try:
-            self._copier.close()  # its copies end before the ring gives up what is pending
-        finally:
-            try:
-                self._ring.close()
-            finally:
-                if self._publisher is not None:
-                    self._publisher.close()
+                self._queue.put(self._posted)
+                self._queue.put(None)
+                self._thread.join(self._wait_s + _JOIN_S)
+                if self._thread.is_alive():
+                    logger.error("hstransport: the exporter's thread hangs; its ring is left as is")
+                else:
+                    self._copier.close()  # its copies end before the ring gives up what is pending
+                    self._recorder.close()
 
     def _fit_rows(self) -> int:
         # A record must fit whatever the wrap position; a quarter of that lets the consumer free one
         # while others are written.
-        largest = self._ring.max_payload_bytes(64 << 10, self._event_reserve)
-        sizes = [RECORD_PAYLOAD_BYTES, largest // 4]
-        if self._copier.max_bytes is not None:
-            sizes.append(self._copier.max_bytes)
-        rows = min(sizes) // self._info.row_bytes
+        ring = self._recorder.ring
+        largest = ring.max_payload_bytes(64 << 10, self._recorder.event_reserve)
+        size = min(RECORD_PAYLOAD_BYTES, largest // 4, self._copier.max_bytes)
+        rows = size // self._info.row_bytes
         if rows < 1:
             raise ConfigError(
                 f"HSTRANSPORT_RING_BYTES: one token's states take {self._info.row_bytes} bytes, "
-                f"too many for a ring of {self._ring.capacity_bytes} bytes: choose a larger one"
+                f"too many for a ring of {ring.capacity_bytes} bytes: choose a larger one"
             )
         return rows
 
-    def _write_rows(self, spans: Sequence[RowSpan], count: int, planes: Planes) -> None:
-        live = [s for s in spans if not s.sample.dropped]
-        if len(live) < len(spans):  # an earlier record of this very pass was dropped
-            for span in spans:
-                if span.sample.dropped:
-                    self._drop(span)
-            count = sum(s.rows for s in live)
-            if not live:
-                return
-        kind, meta = pack_event(
-            Rows(tuple(Segment(s.sample.sid, s.position, s.rows) for s in live))
-        )
-        payload_bytes = count * self._info.row_bytes
-        slot = self._reserve(kind, meta, payload_bytes, self._wait_s)
-        if slot is None:
-            for span in live:
-                self._drop(span)
-            return
-        self._copier.copy(slot, row_ranges(live), planes)
-        self._tell(kind, _place(slot), meta)
+    def _parts(self, spans: Sequence[RowSpan]) -> Iterator[list[RowSpan]]:
+        """The spans cut into what one record takes."""
+        part: list[RowSpan] = []
+        room = self._rows_per_record
+        for span in spans:
+            at = 0
+            while at < span.rows:
+                n = min(span.rows - at, room)
+                part.append(RowSpan(span.sample, span.position + at, span.row + at, n))
+                at, room = at + n, room - n
+                if not room:
+                    yield part
+                    part, room = [], self._rows_per_record
+        if part:
+            yield part
 
-    def _reserve(
-        self, kind: int, meta: bytes, payload_bytes: int, wait_s: float
-    ) -> Reservation | None:
-        leave = self._event_reserve if kind == ROWS else 0
-        if self._stalled_at is not None:
-            if self._ring.tail == self._stalled_at:
-                wait_s = 0.0  # nobody has freed a byte since the last wait expired
-            else:
-                self._stalled_at = None
-        slot = self._ring.reserve(kind, meta, payload_bytes, wait_s=wait_s, leave_bytes=leave)
-        if slot is None and wait_s:
-            self._stalled_at = self._ring.tail
-        return slot
+    def _open_run(self, run: DecodeRun, planes: Planes) -> None:
+        self._run = run
+        run.stream = planes.stream
+        run._worth, run._spoilt = _sort_out(run.spans)
+        run._ranges = row_ranges(run._worth)
+        rows = len(run._worth)
+        run._limit = min(MAX_DECODE_STEPS, self._rows_per_record // rows) if rows else 0
+        if run._limit:
+            run._gathered = self._copier.gather_steps(rows, planes, run._limit)
 
-    def _can_fit(self, meta: bytes) -> bool:
-        """Whether an empty ring has room for the metadata wherever its head stands."""
-        size = len(meta)
-        if size <= SMALL_META_BYTES:
-            return True
-        return size <= MAX_META_BYTES and self._ring.max_payload_bytes(size, 0) > 0
+    def _finish_run(self) -> None:
+        """Post the gathered steps of the open run, and let it take no more."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.open = False
+            if run._gathered is not None:
+                run._gathered.seal()
+                if run._spoilt:
+                    self._post(self._recorder.drop, run._spoilt, run.steps)
+                self._post(self._recorder.rows, run._worth, run.steps, run._gathered)
 
-    def _emit(self, kind: int, meta: bytes) -> bool:
-        """Write a START or END, or queue it behind those already waiting."""
-        if self._flush_pending() and self._write_event(kind, meta):
-            return True
-        if self._pending_bytes + len(meta) > MAX_PENDING_BYTES:
-            return False
-        self._pending.append((kind, meta))
-        self._pending_bytes += len(meta)
-        if self._helper is None:
-            self._helper = threading.Thread(target=self._help, name="hstransport", daemon=True)
-            self._helper.start()
-        return True
+    def _gather(self, ranges: Sequence[RowRange], planes: Planes) -> GatheredRows | None:
+        """Gather, and where too much waits already give the exporter's thread time to work."""
+        gathered = self._copier.gather(ranges, planes)
+        if gathered is None:
+            self.submit()
+            deadline = time.monotonic() + self._wait_s + _GRACE_S
+            while gathered is None and time.monotonic() < deadline:
+                time.sleep(_NAP_S)
+                gathered = self._copier.gather(ranges, planes)
+        return gathered
 
-    def _help(self) -> None:
+    def _post(self, action: Callable[..., None], *args: Any) -> None:
+        self._posted.append((action, args))
+
+    def _work(self) -> None:
+        """The exporter's thread."""
+        pause: float | None = None
         while True:
-            time.sleep(_RETRY_PENDING_S)
-            with self._lock:
-                try:
-                    done = self._closed or self._flush_pending()
-                    self._announce()
-                except Exception:
-                    logger.exception("hstransport: START and END records that wait are stuck")
-                    done = True  # the next one that has to wait starts another helper
-                if done:
-                    self._helper = None
-                    return
+            posted: list[_Post] | None
+            try:
+                posted = self._queue.get(timeout=pause)
+            except Empty:
+                posted = []
+            if posted is None:
+                return
+            pause = self._do(posted)
+            del posted  # or the last pass's states would live until the next one
 
-    def _write_event(self, kind: int, meta: bytes, wait_s: float = 0.0) -> bool:
-        place = self._ring.put(kind, meta) if not wait_s else None
-        if place is None and wait_s:
-            slot = self._reserve(kind, meta, 0, wait_s)
-            if slot is not None:
-                slot.commit()
-                place = _place(slot)
-        if place is None:
-            return False
-        self._tell(kind, place, meta)
-        return True
+    def _do(self, posted: list[_Post]) -> float | None:
+        """Do what was posted; how long to wait for more before looking again, None: for ever."""
+        for action, args in posted:
+            self._guarded(action, *args)
+        done = self._guarded(self._recorder.flush_pending)
+        self._guarded(self._recorder.announce)
+        if self._guarded(self._copier.release):
+            return _RELEASE_S
+        return _RETRY_PENDING_S if done is False else None
 
-    def _flush_pending(self, wait_s: float = 0.0) -> bool:
-        while self._pending:
-            kind, meta = self._pending[0]
-            if not self._write_event(kind, meta, wait_s):
-                return False
-            self._pending.popleft()
-            self._pending_bytes -= len(meta)
-        return True
+    def _guarded(self, action: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return action(*args)
+        except Exception as e:
+            self._failure = self._failure or e
+            return None
 
-    def _tell(self, kind: int, place: tuple[int, int, int], meta: bytes) -> None:
-        if self._publisher is not None:
-            self._untold.append(Message(self._info.run, self._info.rank, kind, *place, meta))
 
-    def _drop(self, span: RowSpan) -> None:
-        self._ring.record_drop(span.rows * self._info.row_bytes)
-        span.sample.dropped += span.rows
-        self._rows_dropped += span.rows
-        self._complain("the ring is full")
-
-    def _complain(self, why: str) -> None:
-        now = time.monotonic()
-        if now - self._logged_at < _LOG_EVERY_S:
-            return
-        self._logged_at = now
-        logger.warning(
-            "hstransport: %s: %d rows dropped and %d samples lost so far; ring %d of %d bytes "
-            "used, consumer %s",
-            why,
-            self._rows_dropped,
-            self.samples_lost,
-            self._ring.used_bytes,
-            self._ring.capacity_bytes,
-            "attached" if self._ring.consumer_attached() else "absent",
-        )
+def _sort_out(spans: Sequence[RowSpan]) -> tuple[Sequence[RowSpan], Sequence[RowSpan]]:
+    """(Rows of samples that can still be whole, the others)."""
+    spoilt = [s for s in spans if s.sample.dropped or s.sample.lost]
+    if not spoilt:
+        return spans, spoilt
+    return [s for s in spans if not (s.sample.dropped or s.sample.lost)], spoilt
 
 
 def row_ranges(spans: Sequence[RowSpan]) -> list[RowRange]:
@@ -483,7 +347,3 @@ def row_ranges(spans: Sequence[RowSpan]) -> list[RowRange]:
     if stop > start:
         ranges.append(RowRange(start, stop - start))
     return ranges
-
-
-def _place(slot: Reservation) -> tuple[int, int, int]:
-    return slot.seq, slot.position, slot.record_bytes

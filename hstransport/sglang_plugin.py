@@ -20,23 +20,21 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from . import __version__
-from .capture import Planes
+from .capture import Planes, torch_stream
 from .channel import Publisher
 from .copyout import Copier, DeviceCopier, HostCopier
 from .errors import CaptureError, ConfigError, HsTransportError
-from .exporter import DecodeRun, Exporter, RowSpan
+from .exporter import DecodeRun, Exporter
 from .layers import enable_capture
 from .protocol import (
     ABORTED,
     FINISHED,
     LENGTH,
     SessionInfo,
-    TokenIds,
     pack_info,
 )
+from .recorder import RowSpan
 from .ring import RingWriter
 from .session import ring_path
 from .settings import Settings, from_environment
@@ -240,7 +238,7 @@ class Plugin:
         states: tuple[Any, Any] | None,
         output: Any,
     ) -> None:
-        stream = None if self._device is None else _current_stream(self._device)
+        stream = None if self._device is None else torch_stream(self._device)
         if states is not None:
             planes = tap.planes(states, stream)
         elif isinstance(work, DecodeRun) and output.can_run_graph and stream is not None:
@@ -348,15 +346,13 @@ class _Request:
         return self.rid.startswith("HEALTH_CHECK")
 
     @property
-    def prompt(self) -> TokenIds:
-        return np.asarray(self._req.origin_input_ids, dtype=np.int32)
+    def prompt(self) -> Any:
+        return self._req.origin_input_ids[:]  # a copy: the exporter's thread packs it later
 
     @property
-    def output(self) -> TokenIds:
-        output = list(self._req.output_ids)
-        if self._req.finished_len is not None:  # tokens after a stop were sampled and thrown away
-            output = output[: self._req.finished_len]
-        return np.asarray(output, dtype=np.int32)
+    def output(self) -> Any:
+        # Tokens after a stop were sampled and thrown away.
+        return self._req.output_ids[: self._req.finished_len]
 
     @property
     def tags(self) -> dict[str, Any]:
@@ -427,12 +423,6 @@ def _stage_bytes(server_args: Any, info: SessionInfo) -> int:
     if tokens <= 0:
         tokens = int(getattr(server_args, "max_prefill_tokens", 0) or 16384)
     return min(max(tokens * info.row_bytes, 64 << 20), 1 << 30)
-
-
-def _current_stream(device: int) -> int:
-    import torch
-
-    return int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def _capturing() -> bool:
@@ -566,7 +556,7 @@ def _way_out(copier: Copier) -> str:
     if not isinstance(copier, DeviceCopier):
         return ""
     by = "the gather kernel" if copier.has_kernel else "2-D copies (built without nvcc)"
-    return f"; out of cuda:{copier.device} by {by} and a stage of {copier.stage_bytes >> 20} MiB"
+    return f"; out of cuda:{copier.device} by {by} and a stage of {copier.max_bytes >> 20} MiB"
 
 
 def _tp_rank() -> int:

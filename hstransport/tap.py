@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from .capture import Planes, planes, split_packed
 from .errors import CaptureError, ProtocolError
-from .exporter import DecodeRun, Exporter, OpenSample, RowSpan
+from .exporter import DecodeRun, Exporter
 from .protocol import (
     ABORTED,
     Label,
@@ -23,6 +23,7 @@ from .protocol import (
     check_loss_mask,
     fit_id,
 )
+from .recorder import OpenSample, RowSpan
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +39,9 @@ class Request(Protocol):
     @property
     def probe(self) -> bool: ...
     @property
-    def prompt(self) -> TokenIds: ...
+    def prompt(self) -> Sequence[int] | TokenIds: ...
     @property
-    def output(self) -> TokenIds: ...
+    def output(self) -> Sequence[int] | TokenIds: ...
     @property
     def tags(self) -> dict[str, Any]: ...
     @property
@@ -60,7 +61,7 @@ class Pass(NamedTuple):
     """How many rows it computes."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Followed:
     """A request seen in a forward pass."""
 
@@ -124,7 +125,7 @@ class Tap:
             return
         logger.error("hstransport: capture stopped, serving goes on: %s", why, exc_info=error)
         if error is not None:
-            exporter.abandon_run()
+            exporter.abandon()
         for f in self._followed.values():
             try:
                 self._end(exporter, f, ABORTED, f"capture stopped: {why}"[:1000])
@@ -218,7 +219,7 @@ class Tap:
             exporter.step(work, planes)
         else:
             exporter.rows(spans, planes)
-        exporter.announce()
+        exporter.submit()
 
     def retracted(self) -> set[int]:
         """Identities of followed requests that the server has taken back to compute again."""
@@ -240,7 +241,7 @@ class Tap:
             f = self._followed.pop(key, None)
             if f is not None:
                 self._end(self._exporter, f, *f.request.reason())
-        self._exporter.announce()
+        self._exporter.submit()
 
     def give_up(self, batch: Sequence[Any], why: str) -> None:
         """End the samples of a batch whose rows are not understood."""
@@ -272,7 +273,7 @@ class Tap:
             self.give_up([raw], f"cannot be captured exactly: {unfit}")
         return followed
 
-    def _start(self, request: Request, prompt: TokenIds) -> OpenSample | None:
+    def _start(self, request: Request, prompt: Sequence[int] | TokenIds) -> OpenSample | None:
         assert self._exporter is not None
         tags = request.tags
         sample_id = tags.get(ID_TAG)

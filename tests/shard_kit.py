@@ -136,6 +136,10 @@ class Script:
             results.append(self.write_window(writer, first, len(self.records) - 1))
         return results
 
+    def begin_window(self, writer: DatasetWriter, first: int, last: int) -> None:
+        events = self.records[first : last + 1]
+        writer.begin_window(self.info.run, self.info.rank, first, last, events)
+
     def write_window(self, writer: DatasetWriter, first: int, last: int) -> WindowResult:
         events = self.records[first : last + 1]
         return writer.write_window(self.info.run, self.info.rank, first, last, events)

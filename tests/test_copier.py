@@ -19,10 +19,11 @@ from rig.fake_cuda import FakeArray, FakeStream, load, on_fake_cuda
 from rig.producer import HIDDEN, Producer, tokens
 
 from hstransport.capture import plane, planes
-from hstransport.copyout import MAX_DECODE_STEPS, DeviceCopier
+from hstransport.copyout import DeviceCopier
 from hstransport.errors import CaptureError, ConfigError, CudaError, LeaseError
-from hstransport.exporter import DecodeRun, RowSpan
+from hstransport.exporter import MAX_DECODE_STEPS, DecodeRun
 from hstransport.protocol import END, FINISHED, ROWS, unpack_event
+from hstransport.recorder import RowSpan
 from hstransport.ring import RingReader, inspect_ring
 from hstransport.tap import Pass, Tap
 
@@ -67,7 +68,7 @@ def test_a_record_is_ready_only_when_its_bytes_are_there(ring_dir):
     read_all(reader, 1)
     for n in rng.integers(1, 33, 100):
         states = producer.states(int(n))
-        producer.exporter.rows([RowSpan(sample, 0, 0, int(n))], device_planes(states))
+        producer.put([RowSpan(sample, 0, 0, int(n))], device_planes(states))
         ((event, got),) = read_all(reader, 1)
         assert event.rows == n
         assert np.array_equal(got, states)
@@ -82,7 +83,7 @@ def test_only_the_planned_rows_are_gathered_also_of_packed_planes(ring_dir):
     wide = np.ascontiguousarray(packed.transpose(1, 0, 2)).reshape(20, PLANES * HIDDEN)
     arrays = [wide[:, k * HIDDEN : (k + 1) * HIDDEN] for k in range(PLANES)]
     spans = [RowSpan(a, 0, 2, 3), RowSpan(b, 7, 11, 2), RowSpan(b, 9, 13, 1)]
-    producer.exporter.rows(spans, device_planes(arrays))
+    producer.put(spans, device_planes(arrays))
     event, got = read_all(reader, 3)[-1]
     assert event.segments == ((0, 0, 3), (1, 7, 2), (1, 9, 1))
     assert np.array_equal(got, packed[:, [2, 3, 4, 11, 12, 13]])
@@ -97,11 +98,11 @@ def replays(ring_dir, *, ordered):
     sources = [producer.states(8) for _ in range(60)]
     sample = producer.start("a", 4)
     read_all(reader, 1)
-    copy_stream = producer.exporter._copier.stream
+    copy_stream = producer.exporter._copier.core.stream
     for source in sources:
         stream.write(static, source)  # the replay
         exported = device_planes(static, stream.handle if ordered else copy_stream)
-        producer.exporter.rows([RowSpan(sample, 0, 0, 8)], exported)
+        producer.put([RowSpan(sample, 0, 0, 8)], exported)
     wrong = sum(
         not np.array_equal(got, source)
         for (_, got), source in zip(read_all(reader, len(sources)), sources, strict=True)
@@ -129,7 +130,7 @@ def test_a_full_stage_makes_the_stream_wait_and_loses_nothing(ring_dir):
     read_all(reader, 1)
     sent = [producer.states(8) for _ in range(40)]
     for states in sent:
-        producer.exporter.rows([RowSpan(sample, 0, 0, 8)], device_planes(states, stream.handle))
+        producer.put([RowSpan(sample, 0, 0, 8)], device_planes(states, stream.handle))
     for (_, got), states in zip(read_all(reader, len(sent)), sent, strict=True):
         assert np.array_equal(got, states)
     producer.close()
@@ -140,7 +141,7 @@ def test_a_pass_larger_than_the_stage_goes_in_pieces(ring_dir):
     producer, reader = open_pair(ring_dir, stage_rows=16, ring_bytes=4 << 20)
     sample = producer.start("a", 4)
     states = producer.states(100)
-    producer.exporter.rows([RowSpan(sample, 0, 0, 100)], device_planes(states))
+    producer.put([RowSpan(sample, 0, 0, 100)], device_planes(states))
     pieces = read_all(reader, 1 + 7)[1:]
     assert [e.rows for e, _ in pieces] == [16] * 6 + [4]
     assert np.array_equal(np.concatenate([s for _, s in pieces], axis=1), states)
@@ -152,7 +153,7 @@ def decode(producer, run, steps, stream=0):
     all_states = []
     for _ in range(steps):
         states = producer.states(max(s.row for s in run.spans) + 1)
-        producer.exporter.step(run, device_planes(states, stream))
+        producer.step(run, device_planes(states, stream))
         all_states.append(states)
     return all_states
 
@@ -181,11 +182,11 @@ def test_a_run_of_decode_steps_ends_early_when_something_else_comes(ring_dir):
     run = DecodeRun([RowSpan(a, 4, 0, 1), RowSpan(b, 9, 1, 1)])
     first = decode(producer, run, 3)
     prefill = producer.states(5)
-    producer.exporter.rows([RowSpan(b, 20, 0, 5)], device_planes(prefill))
+    producer.put([RowSpan(b, 20, 0, 5)], device_planes(prefill))
     assert not run.open
     again = DecodeRun([RowSpan(a, 7, 1, 1)])
     last = decode(producer, again, 2)
-    producer.exporter.end(a, FINISHED, 9, tokens(6))
+    producer.end(a, 9, 6)
     (e1, s1), (e2, s2), (e3, s3), (e4, _) = read_all(reader, 4)
     assert e1.segments == ((0, 4, 3), (1, 9, 3))
     assert np.array_equal(s1[:, :3], np.stack([s[:, 0] for s in first], axis=1))
@@ -202,7 +203,7 @@ def test_gathered_steps_are_dropped_and_counted_when_the_ring_is_full(ring_dir):
     producer, reader = open_pair(ring_dir, ring_bytes=1 << 20, policy="drop")
     a, filler = producer.start("a", 4), producer.start("f", 4)
     while True:  # until the ring is full
-        producer.exporter.rows([RowSpan(filler, 0, 0, 60)], device_planes(producer.states(60)))
+        producer.put([RowSpan(filler, 0, 0, 60)], device_planes(producer.states(60)))
         if filler.dropped:
             break
     run = DecodeRun([RowSpan(a, 4, 0, 1)])
@@ -210,7 +211,7 @@ def test_gathered_steps_are_dropped_and_counted_when_the_ring_is_full(ring_dir):
     with pytest.raises(CaptureError, match="begin another"):
         decode(producer, run, 1)
     decode(producer, DecodeRun([RowSpan(a, 36, 0, 1)]), 10)  # of a sample that is spoilt by now
-    producer.exporter.end(a, FINISHED, 46, tokens(43))
+    producer.end(a, 46, 43)
     assert a.dropped == MAX_DECODE_STEPS + 10
     records = inspect_ring(producer.place.path).records
     ends = [e for e, _ in read_all(reader, records) if not hasattr(e, "prompt")]
@@ -218,7 +219,7 @@ def test_gathered_steps_are_dropped_and_counted_when_the_ring_is_full(ring_dir):
     # The stage is free again, and what comes next is right.
     b = producer.start("b", 4)
     states = producer.states(40)
-    producer.exporter.rows([RowSpan(b, 0, 0, 40)], device_planes(states))
+    producer.put([RowSpan(b, 0, 0, 40)], device_planes(states))
     assert np.array_equal(read_all(reader, 2)[-1][1], states)
     producer.close()
 
@@ -231,8 +232,8 @@ def test_sources_are_held_until_they_are_copied(ring_dir):
     expected = states.copy()
     arrays = [FakeArray(p) for p in states]
     alive = weakref.ref(arrays[0])
-    producer.exporter.rows([RowSpan(sample, 0, 0, 8)], planes(arrays, HIDDEN))
-    producer.exporter.announce()
+    producer.put([RowSpan(sample, 0, 0, 8)], planes(arrays, HIDDEN))
+    producer.exporter.submit()
     del arrays
     gc.collect()
     assert alive() is not None, "the source was let go before its copy had ended"
@@ -240,7 +241,7 @@ def test_sources_are_held_until_they_are_copied(ring_dir):
     deadline = time.monotonic() + 5
     while alive() is not None:
         assert time.monotonic() < deadline, "the source was never let go"
-        producer.exporter.announce()
+        producer.exporter.submit()
         time.sleep(0.01)
     producer.close()
 
@@ -252,7 +253,7 @@ def test_an_orderly_end_waits_for_copies_and_unpins_before_it_unmaps(ring_dir):
     sample = producer.start("a", 4)
     sent = [producer.states(8) for _ in range(5)]
     for states in sent:
-        producer.exporter.rows([RowSpan(sample, 0, 0, 8)], device_planes(states))
+        producer.put([RowSpan(sample, 0, 0, 8)], device_planes(states))
     ring = producer.ring
     producer.close()  # in the middle of the copies
     (registered, address), (unregistered, same) = (
@@ -275,9 +276,9 @@ def test_the_gate_takes_device_arrays_of_any_library(ring_dir):
     assert taken.planes[0].address == states.ctypes.data
     with pytest.raises(CaptureError, match="several devices"):
         planes([FakeArray(states), states], HIDDEN)
+    producer, _ = open_pair(ring_dir)
     with pytest.raises(CudaError, match="host memory"):
-        producer, _ = open_pair(ring_dir)
-        producer.exporter.rows([RowSpan(producer.start("a", 6), 0, 0, 6)], planes([states], HIDDEN))
+        producer.put([RowSpan(producer.start("a", 6), 0, 0, 6)], planes([states], HIDDEN))
 
 
 def test_the_gate_takes_dlpack():
@@ -320,20 +321,23 @@ def test_a_gpu_without_room_for_the_stage_says_what_to_do(ring_dir):
 @on_fake_cuda()
 def test_claims_and_shapes_are_checked(ring_dir):
     copier = DeviceCopier(0, 1 << 20)
-    core = copier._core
+    core = copier.core
     with pytest.raises(ConfigError, match="the stage has 1048576"):
         core.claim(0, (1 << 20) + 1)
     claim = core.claim(0, 1000)
-    with pytest.raises(LeaseError, match="neither sent nor dropped"):
-        core.claim(0, 1000)
-    native = copier._native(device_planes(np.zeros((1, 4, HIDDEN), np.uint16)))
+    assert core.claim(0, (1 << 20) - 1000) is None, "an unsent claim was given away"
+    native = copier.native(device_planes(np.zeros((1, 4, HIDDEN), np.uint16)))
     with pytest.raises(ConfigError, match="exceed the claim"):
         core.gather(0, claim, native, [(0, 4, 0, 1)], 400)
     with pytest.raises(ConfigError, match="outside planes of 4 rows"):
         core.gather(0, claim, native, [(0, 4, 1, 1)], 4)
-    core.drop(0, claim)
+    with pytest.raises(LeaseError, match="not sealed"):
+        core.drop(claim)
+    core.seal(0, claim)
+    core.drop(claim)
     with pytest.raises(LeaseError, match="sent or dropped"):
-        core.drop(0, claim)
+        core.drop(claim)
+    assert core.claim(0, 1 << 20) is not None
     with pytest.raises(ConfigError, match="there are 1 CUDA devices"):
         DeviceCopier(1, 1 << 20)
     copier.close()
@@ -424,7 +428,7 @@ sample = producer.start("a", 4)
 while True:
     states = producer.states(20)
     states[:] = states[:, :1]  # every row the same
-    producer.exporter.rows([t.RowSpan(sample, 0, 0, 20)], t.device_planes(states))
+    producer.put([t.RowSpan(sample, 0, 0, 20)], t.device_planes(states))
     print("sent", flush=True)
 """
 

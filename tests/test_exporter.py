@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from rig.producer import HIDDEN, Producer, tokens
 
-from hstransport import exporter as exporter_module
+from hstransport import recorder as recorder_module
 from hstransport.capture import plane, planes, split_packed
 from hstransport.channel import Subscriber
 from hstransport.errors import CaptureError, ConfigError
-from hstransport.exporter import RowSpan
 from hstransport.protocol import END, FINISHED, ROWS, START, unpack_event
+from hstransport.recorder import RowSpan
 from hstransport.ring import RingReader
 
 ROW_BYTES = 3 * HIDDEN * 2
@@ -61,7 +61,8 @@ def test_only_the_planned_rows_are_gathered(make):
     producer, reader = make()
     a, b = producer.start("a", 4), producer.start("b", 9)
     states = producer.states(20)
-    producer.exporter.rows([RowSpan(a, 0, 2, 3), RowSpan(b, 7, 11, 2)], planes(states, HIDDEN))
+    producer.put([RowSpan(a, 0, 2, 3), RowSpan(b, 7, 11, 2)], planes(states, HIDDEN))
+    producer.exporter.flush()
     (_, rows, stored) = take(reader)[-1]
     assert rows.segments == ((0, 0, 3), (1, 7, 2))
     assert np.array_equal(stored, states[:, [2, 3, 4, 11, 12]])
@@ -73,7 +74,8 @@ def test_packed_layers_and_padded_planes_are_read_in_place(make):
     packed = producer.states(6)[0].repeat(2, axis=1)  # [6, 2 * hidden]
     final = producer.states(8)[0]
     arrays = [*split_packed(packed, 2, HIDDEN), final]
-    producer.exporter.rows([RowSpan(a, 0, 1, 4)], planes(arrays, HIDDEN))
+    producer.put([RowSpan(a, 0, 1, 4)], planes(arrays, HIDDEN))
+    producer.exporter.flush()
     (_, _, stored) = take(reader)[-1]
     assert np.array_equal(stored[0], packed[1:5, :HIDDEN])
     assert np.array_equal(stored[1], packed[1:5, HIDDEN:])
@@ -161,7 +163,7 @@ def test_rows_of_a_sample_that_lost_some_are_not_sent_any_more(make):
 
 
 def test_events_leave_an_idle_server_when_there_is_room_again(make):
-    """Without another request the helper thread puts the waiting START and END in."""
+    """Without another request the exporter's thread puts the waiting START and END in."""
     producer, reader = make()
     for i in range(2000):
         producer.sample(f"s{i}", 1)  # fills even the part that is kept for events
@@ -175,7 +177,7 @@ def test_events_leave_an_idle_server_when_there_is_room_again(make):
 
 
 def test_samples_beyond_the_queue_are_counted_as_lost(make, monkeypatch):
-    monkeypatch.setattr(exporter_module, "MAX_PENDING_BYTES", 10_000)
+    monkeypatch.setattr(recorder_module, "MAX_PENDING_BYTES", 10_000)
     producer, _ = make()
     for i in range(4000):
         producer.sample(f"s{i}", 1)
@@ -246,7 +248,7 @@ def test_prompt_too_long_for_the_ring_is_named_and_harms_nobody_else(make):
     producer, reader = make()
     long = producer.exporter.start("long", "r", tokens(400_000))
     producer.rows((long, 0, 10))
-    producer.exporter.end(long, FINISHED, 400_000, tokens(300_000))
+    producer.end(long, 400_000, 300_000)
     producer.sample("short", 10)
     got = take(reader)
     assert [e.id for k, e, _ in got if k == START] == ["long", "short"]

@@ -16,9 +16,10 @@ from rig.producer import HIDDEN, Producer
 
 from hstransport import _core
 from hstransport.capture import planes
-from hstransport.copyout import MAX_DECODE_STEPS, DeviceCopier
-from hstransport.exporter import DecodeRun, RowSpan
+from hstransport.copyout import DeviceCopier
+from hstransport.exporter import MAX_DECODE_STEPS, DecodeRun
 from hstransport.protocol import ROWS, unpack_event
+from hstransport.recorder import RowSpan
 from hstransport.ring import RingReader, RingWriter
 
 pytestmark = pytest.mark.gpu
@@ -79,7 +80,7 @@ def test_gathered_rows_are_exact(cp, ring_dir, hidden, layers):
     take(reader, 1)
     for arrays in (views, separate):
         spans = [RowSpan(sample, i, int(r), 1) for i, r in enumerate(rows)]
-        producer.exporter.rows(spans, planes(arrays, hidden))
+        producer.put(spans, planes(arrays, hidden))
         (got,) = take(reader, 1, hidden, layers + 1)
         assert np.array_equal(got, host[:, rows])
     producer.close()
@@ -97,12 +98,12 @@ def test_torch_and_cupy_go_through_the_same_gate(cp, ring_dir):
     with torch.cuda.stream(own):
         taken = planes(tensors, HIDDEN)
         assert taken.stream == own.cuda_stream
-        producer.exporter.rows([RowSpan(sample, 0, 3, 9)], taken)
+        producer.put([RowSpan(sample, 0, 3, 9)], taken)
     assert np.array_equal(take(reader, 1)[0], host[:, 3:12])
     with cp.cuda.Stream(non_blocking=True) as stream:
         taken = planes([cp.asarray(p) for p in host], HIDDEN)
         assert taken.stream == stream.ptr
-        producer.exporter.rows([RowSpan(sample, 0, 3, 9)], taken)
+        producer.put([RowSpan(sample, 0, 3, 9)], taken)
     assert np.array_equal(take(reader, 1)[0], host[:, 3:12])
     producer.close()
 
@@ -121,8 +122,8 @@ def test_decode_steps_are_gathered_into_one_record(cp, ring_dir):
             hosts.append(producer.states(8))
             for buffer, plane in zip(static, hosts[-1], strict=True):
                 buffer.set(plane)
-            producer.exporter.step(run, taken)
-        producer.exporter.rows([RowSpan(samples[0], 0, 0, 8)], taken)
+            producer.step(run, taken)
+        producer.put([RowSpan(samples[0], 0, 0, 8)], taken)
         got, _ = take(reader, 2)
         expected = np.stack(hosts, axis=2)[:, :5]  # [planes, rows, steps, hidden]
         assert np.array_equal(got.reshape(expected.shape), expected)
@@ -144,7 +145,7 @@ def replays(ring_dir, torch, *, ordered):
         value += 1
         for k, buffer in enumerate(static):
             buffer.copy_((value * 4 + k).expand(rows, hidden))
-    slow = torch.cuda.ExternalStream(copier.stream)
+    slow = torch.cuda.ExternalStream(copier.core.stream)
     views = [s.view(torch.bfloat16) for s in static]
     torch.cuda.synchronize()
     value.zero_()
@@ -154,8 +155,8 @@ def replays(ring_dir, torch, *, ordered):
             graph.replay()
             with torch.cuda.stream(slow):
                 torch.cuda._sleep(1_000_000)  # half a millisecond
-            source = planes(views, hidden, stream.cuda_stream if ordered else copier.stream)
-            producer.exporter.rows([RowSpan(sample, 0, 0, rows)], source)
+            source = planes(views, hidden, stream.cuda_stream if ordered else copier.core.stream)
+            producer.put([RowSpan(sample, 0, 0, rows)], source)
     wrong = 0
     for i, states in enumerate(take(reader, count + 1, hidden)[1:]):
         expected = ((i + 1) * 4 + np.arange(PLANES)).astype(np.uint16)
@@ -219,7 +220,7 @@ def write_records(cp, path, count, send):
 
 def test_long_a_million_records_are_ready_only_when_they_are_there(cp, ring_dir):
     copier = DeviceCopier(0, 16 << 20)
-    core = copier._core
+    core = copier.core
     pinned = []
 
     def send(ring, slot, address, size):
@@ -229,7 +230,8 @@ def test_long_a_million_records_are_ready_only_when_they_are_there(cp, ring_dir)
         claim = core.claim(0, 2 * size)
         native = _core.device_planes([(address, 2 * size)], 2 * size)
         core.gather(0, claim, native, [(0, 1, 0, 1)], 1)
-        core.send(0, claim, slot, 2 * size, 2 * size, 1)
+        core.seal(0, claim)
+        core.send(claim, slot, 2 * size, 2 * size, 1)
 
     bad, ring = write_records(cp, ring_dir / "a.ring", 1_000_000, send)
     copier.close()

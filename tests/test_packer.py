@@ -381,3 +381,60 @@ def test_full_disk_at_the_end_of_a_run_is_tried_again(producer, ring_dir, tmp_pa
     packer.close()
     writer.close()
     assert open_shards(tmp_path, states=None)["open"].state == "unfinished"
+
+
+def test_a_record_whose_bytes_come_later_is_waited_for_briefly(producer, ring_dir, tmp_path):
+    """Its message came before its bytes did, and there is none for these."""
+    sample = producer.start("a", 4)
+    streams = Streams(ring_dir, None)
+    writer = DatasetWriter(tmp_path)
+    packer = Packer(streams, writer, flush_s=0.0)
+    while packer.step(0.0) or not packer.totals.records:
+        pass
+    started = time.monotonic()
+    assert not packer.step(0.5)
+    assert time.monotonic() - started > 0.4, "nothing is to be expected"
+    payload = 4 * producer.info.row_bytes
+    record = reserve(producer, ROWS, {"seg": [sample.sid, 0, 4]}, payload)
+    started = time.monotonic()
+    assert not packer.step(0.5)
+    assert time.monotonic() - started < 0.1
+    record.commit()
+    producer.exporter.end(sample, FINISHED, 4, tokens(0))
+    producer.close()
+    while not packer.idle:
+        packer.step(0.01)
+    packer.close()
+    writer.close()
+    assert packer.totals.states == {"whole": 1}
+
+
+def test_windows_are_packed_side_by_side_and_stored_in_order(
+    producer, ring_dir, tmp_path, monkeypatch
+):
+    """A later window is being packed while the first is; and a full disk has all begun again."""
+    sent = {f"s{i}": producer.sample(f"s{i}", 300) for i in range(7)}
+    producer.close()
+    streams = Streams(ring_dir, None)
+    writer = DatasetWriter(tmp_path, shard_bytes=200_000)
+    packer = Packer(streams, writer, flush_s=0.0)
+    real = os.pwritev
+    monkeypatch.setattr(os, "pwritev", full_disk)
+    begun = []
+    for _ in range(4):
+        with pytest.raises(OSError, match="No space"):
+            for _ in range(100):
+                packer.step(0.0)
+                begun.append(writer.begun)
+        assert writer.begun == 0
+    assert max(begun) >= 2
+    monkeypatch.setattr(os, "pwritev", real)
+    while not packer.idle:
+        packer.step(0.01)
+    packer.close()
+    writer.close()
+    dataset = open_shards(tmp_path)
+    assert list(dataset.ids) == list(sent) and len(dataset.shards) > 1
+    for name, states in sent.items():
+        assert np.array_equal(dataset[name].hidden_states, states.transpose(1, 0, 2))
+    assert (packer.totals.states, packer.totals.repeated) == ({"whole": 7}, 0)

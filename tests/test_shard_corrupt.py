@@ -444,7 +444,8 @@ def test_ids_are_names_and_never_paths(name: str, tmp_path: Path) -> None:
     with DatasetWriter(tmp_path / "out") as writer:
         script.write(writer, [])
     assert open_shards(tmp_path / "out")[name].id == name
-    assert sorted(p.name for p in tmp_path.rglob("*")) == [".lock", "out", "shard-000000.zst"]
+    names = [".lock", ".next", "out", "shard-000000.zst"]
+    assert sorted(p.name for p in tmp_path.rglob("*")) == names
 
 
 def test_shards_of_two_models_do_not_mix(good: tuple[Script, bytes], tmp_path: Path) -> None:

@@ -67,8 +67,12 @@ first = max(writer.next_seq(script.info.run, 0) - {again}, 0)
 print("go", flush=True)
 while first < len(script.records):
     last = min(first + 3, len(script.records) - 1)
-    script.write_window(writer, first, last)
+    script.begin_window(writer, first, last)
     first = last + 1
+    if writer.begun == 3:
+        writer.finish_window()
+while writer.begun:
+    writer.finish_window()
 writer.close()
 """
 
@@ -257,6 +261,33 @@ def test_an_error_in_the_midst_of_a_window_leaves_the_file_as_it_was(
         script.write_window(writer, 10, 30)
         script.write(writer, [], first=31)
     check(open_shards(tmp_path), script.samples.values())
+
+
+def test_after_an_error_none_of_the_windows_begun_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = long_script(12)
+    with DatasetWriter(tmp_path, threads=2) as writer:
+        writer.begin_run(script.info)
+        script.write_window(writer, 0, 9)
+        before = only_shard(tmp_path).read_bytes()
+        for first in (10, 20, 30):
+            script.begin_window(writer, first, first + 9)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+            with pytest.raises(OSError, match="may be repeated"):
+                writer.finish_window()
+        assert writer.begun == 0 and writer.next_seq(script.info.run, 0) == 10
+        assert only_shard(tmp_path).read_bytes() == before
+        for first in (10, 20, 30):
+            script.begin_window(writer, first, first + 9)
+        with pytest.raises(ValueError, match="finish them first"):
+            script.write_window(writer, 40, 49)
+        while writer.begun:
+            writer.finish_window()
+        script.write(writer, [], first=40)
+    check(open_shards(tmp_path), script.samples.values())
+    assert verify(tmp_path).ok
 
 
 def test_an_interrupt_before_the_index_knows_leaves_the_shard_to_recovery(
@@ -465,7 +496,7 @@ def test_the_name_is_given_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     script.write(writer, [])
     assert only_shard(tmp_path).suffix == ".partial" and not calls
     writer.close()
-    assert calls == ["fsync", "rename", "fsync"]
+    assert calls == ["fsync", "fsync", "rename", "fsync"]  # data, .next; then the directory
 
 
 # Reading what is not finished

@@ -116,6 +116,7 @@ def test_any_interleaving_comes_back(
 ) -> None:
     script, windows, shard_bytes, threads, reopen = case
     out = Path(tempfile.mkdtemp(prefix="hst-roundtrip-"))
+    ahead = data.draw(st.integers(0, 3), "windows begun before the oldest is written")
     try:
         done = 0
         for stop in [*sorted(reopen), len(script.records)]:
@@ -127,8 +128,12 @@ def test_any_interleaving_comes_back(
                     first = max(done - data.draw(st.integers(0, 6)), 0)
                     last = min(first + n, stop) - 1
                     if last >= done:
-                        script.write_window(writer, first, last)
+                        script.begin_window(writer, first, last)
                         done = last + 1
+                    while writer.begun > ahead:
+                        writer.finish_window()
+                while writer.begun:
+                    writer.finish_window()
         dataset = open_shards(out, states=None)
         check(dataset, script.samples.values())
         assert not [f for f in verify(out).findings if "label" not in f.what]
@@ -143,6 +148,18 @@ def test_any_interleaving_comes_back(
                     np.testing.assert_array_equal(sample.read(start, stop, layers), expected)
     finally:
         shutil.rmtree(out)
+
+
+def test_a_window_knows_what_ended_in_one_that_is_not_written_yet(tmp_path: Path) -> None:
+    script = Script(make_info())
+    script.whole(1, 4)
+    script.rows((1, 4, 2))
+    with DatasetWriter(tmp_path) as writer:
+        writer.begin_run(script.info)
+        script.begin_window(writer, 0, 2)
+        script.begin_window(writer, 3, 3)
+        assert [writer.finish_window().orphan_rows for _ in range(2)] == [0, 2]
+    assert verify(tmp_path).ok
 
 
 def test_large_samples_are_cut_and_small_ones_share_a_chunk(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """The tap, with requests of a server that is not SGLang, over a real ring."""
 
+import contextlib
+
 import numpy as np
 import pytest
 from rig.producer import HIDDEN, Producer, tokens
 
+from hstransport.errors import HsTransportError
 from hstransport.protocol import ABORTED, END, FINISHED, ROWS, START, unpack_event
 from hstransport.ring import RingReader
 from hstransport.tap import Pass, Tap
@@ -45,7 +48,18 @@ class Server:
         ids = np.pad(ids, (0, padding))
         final = np.repeat(ids[:, None], HIDDEN, axis=1)
         if spans:
-            self.tap.guarded(self.tap.take, spans, (final, [final, final]))
+            self.tap.guarded(self.take, spans, (final, [final, final]))
+
+    def take(self, work, states):
+        self.tap.take(work, self.tap.planes(states))
+
+    def decode(self, batch, ids, positions=None):
+        """One decode step: a row for each request."""
+        run = self.tap.guarded(self.tap.plan_decode, batch, positions)
+        final = np.repeat(np.asarray(ids, np.uint16)[:, None], HIDDEN, axis=1)
+        if run:
+            self.tap.guarded(self.take, run, (final, [final, final]))
+        return run
 
     def finish(self, *requests):
         for request in requests:
@@ -54,6 +68,8 @@ class Server:
 
     def samples(self):
         """``[(id, END, {position: value})]`` in the order of their ends."""
+        with contextlib.suppress(HsTransportError):  # where an error has closed it
+            self.producer.exporter.flush(1)
         open_samples, done = {}, []
         while (record := self.reader.read()) is not None:
             event = unpack_event(record.kind, record.meta)
@@ -91,6 +107,34 @@ def test_prefill_in_chunks_and_decode_become_one_sample(server):
     ((start, end, rows),) = server.samples()
     assert (start.id, end.reason, end.tokens) == ("a", FINISHED, 5)
     assert rows == {0: 10, 1: 11, 2: 12, 3: 13, 4: 50, 5: 51}
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["positions", "none"])
+def test_decode_steps_go_on_where_the_last_ended(server, told):
+    """Also when the server keeps the positions on its device, and a batch changes in between."""
+    a, b = Fake("a", [10, 11]), Fake("b", [20, 21, 22])
+    server.run((a, 0, [10, 11]), (b, 0, [20, 21, 22]))
+    first = server.decode([a, b], [50, 60], [2, 3] if told else None)
+    assert server.decode([a, b], [51, 61], [3, 4] if told else None) is first
+    server.run((b, 5, [62, 63]))  # something else comes in between
+    again = server.decode([b, a], [64, 52], [7, 4] if told else None)
+    assert again is not first
+    a.output, b.output = tokens(4, 50), tokens(6, 60)
+    server.finish(a, b)
+    (_, end_a, rows_a), (_, end_b, rows_b) = server.samples()
+    assert rows_a == {0: 10, 1: 11, 2: 50, 3: 51, 4: 52}
+    assert rows_b == {0: 20, 1: 21, 2: 22, 3: 60, 4: 61, 5: 62, 6: 63, 7: 64}
+    assert (end_a.tokens, end_b.tokens) == (5, 8)
+
+
+def test_positions_that_jump_begin_a_new_run_of_decode_steps(server):
+    a = Fake("a", [10, 11])
+    server.run((a, 0, [10, 11]))
+    first = server.decode([a], [50], [2])
+    assert server.decode([a], [99], [7]) is not first
+    server.finish(a)
+    ((_, _, rows),) = server.samples()
+    assert rows == {0: 10, 1: 11, 2: 50, 7: 99}
 
 
 def test_prompt_mode_keeps_the_prompts_rows_only(ring_dir):
@@ -191,7 +235,6 @@ def test_capture_stops_when_the_model_changes(server):
 @pytest.mark.parametrize(
     ("states", "told"),
     [
-        (None, "LogitsProcessor"),
         ((np.zeros((2, HIDDEN), np.uint16), None), "no captured layers"),
         ((np.zeros((2, HIDDEN), np.uint16), [np.zeros((2, HIDDEN), np.uint16)]), "1 layers"),
         ((np.zeros((1, HIDDEN), np.uint16),) * 2, "expected"),
@@ -201,7 +244,7 @@ def test_capture_stops_when_the_model_changes(server):
 def test_states_that_do_not_fit_the_batch_end_capture(server, states, told, caplog):
     a = Fake("a", [10, 11])
     spans = server.tap.plan([a], Pass([0], [2]))
-    server.tap.guarded(server.tap.take, spans, states)
+    server.tap.guarded(server.take, spans, states)
     ((_, end, rows),) = server.samples()
     assert (end.reason, rows) == (ABORTED, {})
     assert told in end.detail

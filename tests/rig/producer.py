@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hstransport.capture import planes
+from hstransport.capture import Planes, planes
 from hstransport.channel import Publisher
 from hstransport.copyout import Copier, DeviceCopier
-from hstransport.exporter import Exporter, OpenSample, RowSpan
+from hstransport.exporter import DecodeRun, Exporter
 from hstransport.protocol import FINISHED, SessionInfo, pack_info
+from hstransport.recorder import OpenSample, RowSpan
 from hstransport.ring import RingWriter
 from hstransport.session import ring_path
 
@@ -69,18 +70,33 @@ class Producer:
             placed.append(RowSpan(sample, position, row, n))
             row += n
         self.exporter.rows(placed, planes(states, self.info.hidden))
-        self.exporter.announce()
+        self.exporter.flush()
         return states
 
+    def put(self, spans: list[RowSpan], source: Planes) -> None:
+        """Rows of planes, handed over and not waited for."""
+        self.exporter.rows(spans, source)
+        self.exporter.submit()
+
+    def step(self, run: DecodeRun, source: Planes) -> None:
+        """The same for a decode step."""
+        self.exporter.step(run, source)
+        self.exporter.submit()
+
     def start(self, name: str, n: int) -> OpenSample:
-        return self.exporter.start(name, f"r-{name}", tokens(n), {"name": name}, (1, n - 1))
+        sample = self.exporter.start(name, f"r-{name}", tokens(n), {"name": name}, (1, n - 1))
+        self.exporter.flush()
+        return sample
+
+    def end(self, sample: OpenSample, n: int, output: int) -> None:
+        self.exporter.end(sample, FINISHED, n, tokens(output, 99))
+        self.exporter.flush()
 
     def sample(self, name: str, n: int) -> Bits:
         """A whole sample of ``n`` prompt tokens in one pass; returns its states."""
         sample = self.start(name, n)
         states = self.rows((sample, 0, n))
-        self.exporter.end(sample, FINISHED, n, tokens(1, 99))
-        self.exporter.announce()
+        self.end(sample, n, 1)
         return states
 
     def close(self) -> None:
