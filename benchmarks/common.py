@@ -13,6 +13,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -47,8 +48,13 @@ def parser(doc: str | None, result: str) -> argparse.ArgumentParser:
     return p
 
 
-def finish(arguments: argparse.Namespace, figures: Mapping[str, Any]) -> None:
-    """Print the figures and write them with their provenance."""
+def finish(
+    arguments: argparse.Namespace,
+    figures: Mapping[str, Any],
+    made: Mapping[str, Any] | None = None,
+) -> None:
+    """Print the figures and write them with their provenance; ``made``: if that is not from here
+    and now."""
     width = max(map(len, figures))
     for name, value in figures.items():
         print(f"{name:{width}}  {_short(value)}")
@@ -57,7 +63,7 @@ def finish(arguments: argparse.Namespace, figures: Mapping[str, Any]) -> None:
         print("(smoke: nothing written; give --out for a file)")
         return
     whole = {name: _rounded(value) for name, value in figures.items()}
-    whole |= {"smoke": arguments.smoke, **provenance(arguments.commit)}
+    whole |= {"smoke": arguments.smoke, **(made or provenance(arguments.commit))}
     text = json.dumps(whole, indent=1, ensure_ascii=False)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text + "\n")
@@ -113,6 +119,11 @@ def tool(name: str) -> str:
     if found is None:
         raise SystemExit(f"{name} is not installed for {sys.executable}: pip install .")
     return found
+
+
+def end_in_order() -> None:
+    """Let SIGTERM end the program as an error does, so that no ring and no server is left."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended by SIGTERM"))
 
 
 def rounds(ways: Mapping[str, Callable[[], Any]], count: int) -> dict[str, list[Any]]:

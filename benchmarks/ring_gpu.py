@@ -25,14 +25,11 @@ from hstransport import _core
 from hstransport.copyout import DeviceCopier
 from hstransport.ring import RingReader, RingWriter
 
+PLANES, ROW_BYTES = 4, 8192  # of a model with hidden 4096
 SIZES = {
-    "64mb": 64_000_000,
-    "16mib": 16 << 20,
-    "1mib": 1 << 20,
-    "64kib": 64 << 10,
-    "14kib": 14 << 10,
+    f"{name}": rows * PLANES * ROW_BYTES
+    for name, rows in {"64mib": 2048, "16mib": 512, "1mib": 32, "64kib": 2, "32kib": 1}.items()
 }
-PLANES = 4
 BLOCKS = (1, 2, 4, 16)
 MAX_RECORDS = 40_000  # of one pass
 WAIT_S = 30.0
@@ -81,7 +78,8 @@ class Bench:
         self._expect("ready")
         native = self._native(size)
         core, ring, stream, meta = self.core, self.ring, self.stream.ptr, bytes(64)
-        runs = [(0, 1, 0, 1)]
+        rows = size // PLANES // ROW_BYTES
+        runs = [(0, rows, 0, 1)]
         spent = 0
         start = time.perf_counter()
         for _ in range(count):
@@ -114,26 +112,25 @@ class Bench:
         """The gather kernel storing into pinned memory itself, back to back on one stream."""
         count = self._count(4 * size)
         room = self.ring.capacity_bytes // 2 // size
-        row_bytes = size // PLANES // 16 * 16
         start = time.perf_counter()
         for i in range(count):
             target = self.target.ptr + i % room * size
-            argument = gather_argument(target, self.source.data.ptr, row_bytes)
+            argument = gather_argument(target, self.source.data.ptr, size)
             self.kernel((blocks,), (256,), (argument,), stream=self.stream)
         spent = time.perf_counter() - start
         self.stream.synchronize()
-        scale = size / (row_bytes * PLANES)
-        return (time.perf_counter() - start) / count * scale, spent / count
+        return (time.perf_counter() - start) / count, spent / count
 
     def gather_alone(self, size: int) -> float:
         """Seconds that the gather into the stage keeps the caller's stream busy."""
         native = self._native(size)
+        rows = size // PLANES // ROW_BYTES
         start, stop = self.cp.cuda.Event(), self.cp.cuda.Event()
         times = []
         for _ in range(20):
             claim = self.core.claim(self.stream.ptr, size)
             start.record(self.stream)
-            self.core.gather(self.stream.ptr, claim, native, [(0, 1, 0, 1)], 1)
+            self.core.gather(self.stream.ptr, claim, native, [(0, rows, 0, 1)], rows)
             stop.record(self.stream)
             self.core.seal(self.stream.ptr, claim)
             self.core.drop(claim)
@@ -145,9 +142,10 @@ class Bench:
         return min(max(self.pass_bytes // size, 1), MAX_RECORDS)
 
     def _native(self, size: int) -> Any:
-        width = size // PLANES
-        base = self.source.data.ptr
-        return _core.device_planes([(base + p * width, width) for p in range(PLANES)], width)
+        base, plane = self.source.data.ptr, size // PLANES
+        return _core.device_planes(
+            [(base + p * plane, ROW_BYTES) for p in range(PLANES)], ROW_BYTES
+        )
 
     def _expect(self, what: Any) -> None:
         if not self.pipe.poll(WAIT_S):
@@ -174,20 +172,19 @@ def gather_kernel(cp: Any) -> Any:
     return cp.RawModule(code=whole, options=("-std=c++17",)).get_function("gather16")
 
 
-def gather_argument(target: int, source: int, row_bytes: int) -> np.void:
-    """``GatherArguments`` for one row of each plane."""
+def gather_argument(target: int, source: int, size: int) -> np.void:
+    """``GatherArguments`` for a record."""
     plane = np.dtype([("address", np.uint64), ("stride", np.uint64)])
     run = np.dtype([(name, np.uint32) for name in ("source", "rows", "target", "step")])
     names = [("target", np.uint64), ("plane_bytes", np.uint64), ("row_bytes", np.uint64)]
     counts = [(name, np.uint32) for name in ("planes", "runs", "rows", "zero")]
     a = np.zeros((), np.dtype([*names, *counts, ("plane", plane, 32), ("run", run, 128)]))
-    # A row would be one block's: cut each plane into as many rows as blocks can share.
-    pieces = 64 if row_bytes % (64 * 16) == 0 else 1
-    a["target"], a["plane_bytes"], a["row_bytes"] = target, row_bytes, row_bytes // pieces
-    a["planes"], a["runs"], a["rows"] = PLANES, 1, pieces
+    rows = size // PLANES // ROW_BYTES
+    a["target"], a["plane_bytes"], a["row_bytes"] = target, size // PLANES, ROW_BYTES
+    a["planes"], a["runs"], a["rows"] = PLANES, 1, rows
     for p in range(PLANES):
-        a["plane"][p] = (source + p * row_bytes, row_bytes // pieces)
-    a["run"][0] = (0, pieces, 0, 1)
+        a["plane"][p] = (source + p * size // PLANES, ROW_BYTES)
+    a["run"][0] = (0, rows, 0, 1)
     return a[()]
 
 
@@ -239,7 +236,7 @@ def figures(bench: Bench, count: int) -> dict[str, Any]:
         result[f"ring_{name}_of_memcpy_quartiles"] = spread(rate["ring"], rate["memcpy"])
         result[f"enqueue_{name}_us"] = statistics.median(s for _, s in passes["ring"]) * 1e6
         result[f"gather_{name}_us"] = bench.gather_alone(size) * 1e6
-    result["fraction_of_memcpy"] = result["ring_64mb_of_memcpy"]
+    result["fraction_of_memcpy"] = result["ring_64mib_of_memcpy"]
     return result
 
 

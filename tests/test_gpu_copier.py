@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rig.gpu_reader import check_records
 from rig.producer import HIDDEN, Producer
 
 from hstransport import _core
@@ -62,11 +62,11 @@ def test_the_kernel_is_built_in_where_nvcc_is():
 @pytest.mark.parametrize("layers", [1, 3, 40])
 def test_gathered_rows_are_exact(cp, ring_dir, hidden, layers):
     """Also rows that are no multiple of 16 bytes, more planes and ranges than one launch takes."""
-    copier = DeviceCopier(0, 400 * (layers + 1) * hidden * 2)
+    size = 300 * (layers + 1) * hidden * 2
     producer = Producer(
         ring_dir,
-        copier=copier,
-        ring_bytes=256 << 20,
+        copier=DeviceCopier(0, size),
+        ring_bytes=-(-10 * size // 4096) * 4096 + (1 << 20),  # a quarter takes them in one record
         layers=tuple(range(1, layers + 1)),
         hidden=hidden,
     )
@@ -196,26 +196,31 @@ def words_of(cp):
     return cp.asarray(np.random.default_rng(7).integers(0, 1 << 16, SOURCE_WORDS, np.uint16))
 
 
-def write_records(cp, path, count, send):
-    ring = RingWriter.create(path, 256 << 20, b"")
+def write_records(cp, path, sizes, send):
+    """Send records of these sizes in words; the reader waits for each and checks all of it."""
+    # Small enough that the reader is never far behind.
+    ring = RingWriter.create(path, 4 << 20, b"")
     reader = subprocess.Popen(
-        [sys.executable, "-m", "rig.gpu_reader", str(path), str(count), str(SOURCE_WORDS)],
+        [sys.executable, "-m", "rig.gpu_reader", str(path), str(len(sizes)), str(SOURCE_WORDS)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
         stdout=subprocess.PIPE,
         text=True,
     )
+    assert reader.stdout.readline() == "attached\n"
     source = words_of(cp)
-    rng = np.random.default_rng(8)
-    # Sizes from 2 bytes to 256 KiB, small ones more often.
-    sizes = np.exp2(rng.uniform(0, 17, count)).astype(np.int64)
-    starts = (rng.random(count) * (SOURCE_WORDS - sizes)).astype(np.int64)
-    for size, start in zip(sizes.tolist(), starts.tolist(), strict=True):
+    starts = np.random.default_rng(9).random(len(sizes)) * (SOURCE_WORDS - sizes)
+    for size, start in zip(sizes.tolist(), starts.astype(np.int64).tolist(), strict=True):
         slot = ring.reserve(1, start.to_bytes(8, "little"), 2 * size, wait_s=60)
         assert slot is not None, "the reader stopped"
         send(ring, slot, source.data.ptr + 2 * start, size)
     out, _ = reader.communicate(timeout=300)
     assert reader.returncode == 0
     return int(out.split()[-1]), ring
+
+
+def random_sizes(count, largest):
+    """From one word to ``largest``, small ones more often."""
+    return np.exp2(np.random.default_rng(8).uniform(0, np.log2(largest), count)).astype(np.int64)
 
 
 def test_long_a_million_records_are_ready_only_when_they_are_there(cp, ring_dir):
@@ -233,13 +238,13 @@ def test_long_a_million_records_are_ready_only_when_they_are_there(cp, ring_dir)
         core.seal(0, claim)
         core.send(claim, slot, 2 * size, 2 * size, 1)
 
-    bad, ring = write_records(cp, ring_dir / "a.ring", 1_000_000, send)
+    bad, ring = write_records(cp, ring_dir / "a.ring", random_sizes(1_000_000, 1 << 18), send)
     copier.close()
     ring.close()
     assert bad == 0
 
 
-def test_long_the_check_sees_records_that_are_committed_too_early(cp, ring_dir):
+def test_the_same_check_sees_records_that_are_committed_too_early(cp, ring_dir):
     copier = DeviceCopier(0, 1 << 20)
     pinned = []
     one = cp.ones(1, cp.uint32)
@@ -253,10 +258,11 @@ def test_long_the_check_sees_records_that_are_committed_too_early(cp, ring_dir):
         cp.cuda.runtime.memcpyAsync(slot.ready_address, one.data.ptr, 4, to_host, stream.ptr)
         cp.cuda.runtime.memcpyAsync(slot.address, address, 2 * size, to_host, stream.ptr)
 
-    bad, ring = write_records(cp, ring_dir / "a.ring", 20_000, send)
+    bad, ring = write_records(cp, ring_dir / "a.ring", random_sizes(20_000, 1 << 18), send)
     stream.synchronize()
     copier.close()
     ring.close()
+    print(f"{bad} of 20000 records were bad")
     assert bad > 0
 
 
@@ -265,17 +271,19 @@ import logging, sys, time
 logging.basicConfig(format="%(levelname)s %(message)s")
 from pathlib import Path
 import cupy as cp
-from test_copier import Request, Producer, DeviceCopier, Tap, Pass, HIDDEN
-from hstransport.capture import Plane, Planes
+from test_copier import Request, Producer, DeviceCopier, Tap, Pass, HIDDEN, planes
+trap = cp.RawKernel('extern "C" __global__ void trap() { asm("trap;"); }', "trap")
 producer = Producer(Path(sys.argv[1]), copier=DeviceCopier(0, 1 << 20), ring_bytes=4 << 20)
 tap = Tap(producer.info, producer.exporter, lambda r: r, tagged_only=False)
 request = Request("a", 8)
 for step in range(10):
     spans = tap.guarded(tap.plan, [request], Pass([8 * step], [8]))
+    if step == 3:
+        trap((1,), (1,), ())  # from here on the context is lost
     if spans:
-        # Memory that nobody allocated: the gather fails on the device, some time later.
-        bad = Plane(1 << 40, 8, 2 * HIDDEN, 2 * HIDDEN, 0, None)
-        tap.guarded(tap.take, spans, Planes((bad,) * 3, 8, 0))
+        arrays = good if step > 3 else [cp.zeros((8, HIDDEN), cp.uint16) for _ in range(3)]
+        good = arrays
+        tap.guarded(tap.take, spans, planes(arrays, HIDDEN))
     time.sleep(0.05)
 print("serving goes on", flush=True)
 """
@@ -295,7 +303,5 @@ def test_an_error_of_the_device_is_told_once_by_name_and_the_process_lives_on(ri
     assert done.returncode == 0, done.stderr
     assert "serving goes on" in done.stdout
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-    assert len(errors) == 1 and "CUDA_ERROR_ILLEGAL_ADDRESS" in errors[0], done.stderr
-
-
-assert check_records  # the other process's part
+    assert len(errors) == 1, done.stderr
+    assert re.search("CUDA_ERROR_(LAUNCH_FAILED|ILLEGAL_INSTRUCTION)", errors[0])

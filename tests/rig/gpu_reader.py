@@ -19,6 +19,7 @@ def check_records(path: str, count: int, words: int) -> int:
     bad = done = 0
     silent_since = time.monotonic()
     with RingReader.attach(path) as reader:
+        print("attached", flush=True)
         while done < count:
             record = reader.read()
             if record is None:
