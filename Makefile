@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 CXX_FILES = $(wildcard csrc/*.cpp csrc/*.h csrc/tests/*.cpp csrc/*.cu csrc/*.cuh)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast check lint format clean
+.PHONY: help setup demo test test-fast test-gpu check lint format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -24,6 +24,9 @@ test: setup ## all tests, those with a real SGLang server too
 
 test-fast: setup ## the tests that start no server
 	@$(PY) -m pytest -m "not sglang" $(ARGS)
+
+test-gpu: setup ## the tests that need an NVIDIA GPU; they skip with the reason where there is none
+	@$(PY) -m pytest -m gpu $(ARGS)
 
 lint: setup ## formatting, ruff, mypy, clang-format
 	$(PY) -m ruff format --check .

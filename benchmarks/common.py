@@ -106,6 +106,12 @@ def gpu() -> dict[str, str]:
     return {"gpu": name, "driver": driver}
 
 
+def need_gpu() -> None:
+    """End the program where there is none."""
+    if not gpu():
+        raise SystemExit("nvidia-smi shows no NVIDIA GPU: --smoke shows on a CPU that this works")
+
+
 def card() -> str:
     """The word for this machine in a result's name: h200, another GPU's name, or cpu."""
     words = re.findall(r"[a-z0-9]+", gpu().get("gpu", "cpu").lower())

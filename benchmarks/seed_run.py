@@ -31,10 +31,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from common import DATA, SHM, card, end_in_order, finish, parser, tool
-from gpu_server import MODELS, GpuServer, need_gpu
+from common import DATA, SHM, card, end_in_order, finish, need_gpu, parser, tool
 from hstransport_consumer import open_shards
 from load import Client
+from rig.gpu_server import MODELS, GpuServer
 from rig.models import model_dir
 from rig.server import SGLangServer
 from ways import SESSION, ConsumerBeside, Stage, last_words

@@ -25,10 +25,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import DATA, SHM, card, end_in_order, finish, median_ratio, parser, spread, tool
-from gpu_server import MODELS, GpuServer, need_gpu
+from common import (
+    DATA,
+    SHM,
+    card,
+    end_in_order,
+    finish,
+    median_ratio,
+    need_gpu,
+    parser,
+    spread,
+    tool,
+)
 from hstransport_consumer import open_shards
 from load import Prompt
+from rig.gpu_server import MODELS, GpuServer
 from rig.models import model_dir
 from rig.server import SGLangServer
 from ways import SESSION, ConsumerBeside, Stage, last_words

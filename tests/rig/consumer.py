@@ -18,8 +18,9 @@ class ConsumerProcess:
 
     def __init__(self, out: Path, root: Path, *args: str) -> None:
         self.out = out
+        beside = Path(sys.executable).parent / "hstransport-consumer"
         self._command = [
-            *(str(Path(sys.executable).parent / "hstransport-consumer"), "--out", str(out)),
+            *(str(beside) if beside.exists() else beside.name, "--out", str(out)),
             *("--dir", str(root), "--flush-s", "0.1", *args),
         ]
         self._log = out.parent / f"{out.name}.consumer.log"

@@ -1,7 +1,7 @@
 """A real SGLang server of a real size on an NVIDIA GPU: the rig's server with other arguments.
 
 CUDA graphs (decode and prefill), radix cache, chunked prefill and the overlap scheduler are on.
-Written for SGLang 0.5.17. The weights are dummies, so a model is its config.json.
+Written for SGLang 0.5.17. The weights are dummies unless ``extra_args`` say otherwise.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, gpu
-from rig.server import ENVIRONMENT, SGLangServer
+from .server import ENVIRONMENT, SGLangServer
 
-MODELS = ROOT / "benchmarks" / "gpu" / "models"
+MODELS = Path(__file__).parents[2] / "benchmarks" / "gpu" / "models"
 
 # The rig's own arguments are for CPUs; of two the later counts.
 _ARGUMENTS = (
@@ -49,9 +48,3 @@ class GpuServer(SGLangServer):
             model_dir, env=variables | dict(env or {}), extra_args=arguments, **options
         )
         self._command.remove("--disable-cuda-graph")
-
-
-def need_gpu() -> None:
-    """Ends the program where there is none."""
-    if not gpu():
-        raise SystemExit("nvidia-smi shows no NVIDIA GPU: --smoke shows on a CPU that this works")
