@@ -2,9 +2,9 @@
 // hstransport.errors.
 #pragma once
 
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 namespace hst {
 
@@ -25,11 +25,23 @@ class OsError : public std::runtime_error {
   const std::string path;
 };
 
+// Not by a stream: those need libstdc++'s locale objects, of which a process that loads several
+// copies of libstdc++ may have broken ones.
+inline void append(std::string& out, const std::string& part) { out += part; }
+template <class T>
+void append(std::string& out, T part) {
+  if constexpr (std::is_convertible_v<T, const char*>) {
+    out += part;
+  } else {  // numbers and enumerators
+    out += std::to_string(part);
+  }
+}
+
 template <class... Args>
-std::string cat(const Args&... args) {
-  std::ostringstream out;
-  (out << ... << args);
-  return out.str();
+std::string cat(const Args&... parts) {
+  std::string out;
+  (append(out, parts), ...);
+  return out;
 }
 
 inline std::string hex(const char* bytes, int count) {

@@ -120,22 +120,21 @@ def test_decode_ran_through_graphs(server):
     assert "cuda graph: False" in log  # above the largest
 
 
-def test_a_generation_equals_a_prefill_of_the_same_tokens(server, consumer):
+def test_a_generation_equals_a_prefill_of_the_same_tokens(server, consumer, record_property):
     requests = prompts("gen-", 6, seed=77, low=20, high=400)
     answers = ask_all(server, requests, threads=6, max_new_tokens=64)
     again = {f"again-{n}": ids + answers[n]["output_ids"][:-1] for n, ids in requests.items()}
     for name, ids in again.items():
         ask(server, name, ids)
     samples = consumer.wait_for([*requests, *again])
-    worst, means = {}, {}
+    worst = {}
     for name in requests:
         one, other = samples[name], samples[f"again-{name}"]
         assert one.token_ids.tolist() == other.token_ids[: one.tokens].tolist()
         for layer in one.layers:
             same = cosines(floats(one[layer]), floats(other[layer])[: one.tokens])
             worst[layer] = min(worst.get(layer, 1.0), float(same.min()))
-            means.setdefault(layer, []).append(float(same.mean()))
-    print("cosine of decode with prefill, worst:", worst, "mean:", means)
+    record_property("worst_cosine", json.dumps({str(k): round(v, 6) for k, v in worst.items()}))
     assert min(worst.values()) >= SAME
 
 
@@ -146,9 +145,13 @@ def test_a_server_shut_down_in_the_middle_of_copies_ends_cleanly(server, consume
     asking.start()
     time.sleep(2.0)
     server.stop()  # waits until all its processes have ended
-    consumer.wait_for(requests, timeout_s=30)
-    states = {s.state for s in all_samples(consumer.out)}
-    assert states <= {"whole", "unfinished", "aborted"}, states
+    deadline = time.monotonic() + 30
+    while "ring removed" not in consumer.log_text():
+        assert time.monotonic() < deadline, consumer.log_text()
+        time.sleep(0.1)
+    samples = all_samples(consumer.out)
+    assert 1 <= len(samples) <= len(requests)  # the others had not begun
+    assert {s.state for s in samples} <= {"whole", "unfinished", "aborted"}
     assert "malformed" not in consumer.log_text()
 
 

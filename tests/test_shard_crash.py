@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hstransport_consumer import DatasetWriter, open_shards, plan
+from hstransport_consumer import DatasetWriter, appender, open_shards, plan
 from hstransport_consumer.index import ShardIndex
 from hstransport_consumer.verify import verify
 from shard_kit import Script, check, make_info, only_shard, split_frames
@@ -483,6 +484,35 @@ def test_a_machine_durable_window_is_synced(
             script.write(writer, [])
             assert len(synced) == count
         synced.clear()
+
+
+def test_the_disk_works_beside_the_writer_and_its_errors_are_told_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = long_script(12)
+    monkeypatch.setattr(appender, "SYNC_BYTES", 1000)
+    threads = []
+    real = os.fdatasync
+
+    def note(fd: int) -> None:
+        threads.append(threading.current_thread())
+        real(fd)
+
+    monkeypatch.setattr(os, "fdatasync", note)
+    with DatasetWriter(tmp_path / "good") as writer:
+        script.write(writer, [5] * 100)
+    assert threads and threading.main_thread() not in threads
+    check(open_shards(tmp_path / "good"), script.samples.values())
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    writer = DatasetWriter(tmp_path / "bad")
+    script.write(writer, [5] * 100)
+    with pytest.raises(OSError, match="Input/output"):
+        writer.close()
+    assert only_shard(tmp_path / "bad").suffix == ".partial"
 
 
 def test_the_name_is_given_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from . import directory
 
 Buffer = bytes | memoryview
 
+SYNC_BYTES = 256 << 20
+"""So much is written between two syncs that run beside the writing."""
 _IOV_MAX = 1024
 
 
@@ -22,6 +25,9 @@ class Appender:
         self.size = size
         self._fd = fd
         self._durable = durable
+        self._syncs = ThreadPoolExecutor(1, "hstransport-sync")
+        self._syncing: Future[None] | None = None
+        self._synced = size
 
     @staticmethod
     def create(path: Path, head: Sequence[bytes], *, durable: bool) -> Appender:
@@ -73,8 +79,23 @@ class Appender:
             os.ftruncate(self._fd, self.size)
             raise
         self.size = transaction.end
+        if not self._durable:
+            self._sync_behind()
+
+    def _sync_behind(self) -> None:
+        """Let the disk work all the time: else it idles, and then everyone waits for the last sync.
+
+        That one collects what went wrong here, because the kernel tells of an error only once.
+        """
+        idle = self._syncing is None or (self._syncing.done() and not self._syncing.exception())
+        if idle and self.size - self._synced >= SYNC_BYTES:
+            self._synced = self.size
+            self._syncing = self._syncs.submit(os.fdatasync, self._fd)
 
     def sync(self) -> None:
+        """Make all that was appended outlive the machine."""
+        if self._syncing:
+            self._syncing.result()
         os.fsync(self._fd)
 
     def cut(self, size: int) -> None:
@@ -82,12 +103,16 @@ class Appender:
         os.ftruncate(self._fd, size)
         self.size = size
 
-    def finish(self, tail: Sequence[bytes], path: Path) -> None:
-        """Append the footer, make the file last, and only then give it its name."""
+    def finish(self, tail: Sequence[bytes], path: Path, ready: Callable[[], None]) -> None:
+        """Append the footer, make the file last, and only then give it its name.
+
+        ``ready`` is called between: when all is on the disk.
+        """
         before = self.size
         self.append(tail)
         try:
-            os.fsync(self._fd)
+            self.sync()
+            ready()
             self.path.rename(path)
         except OSError:
             self.cut(before)
@@ -101,6 +126,7 @@ class Appender:
 
     def close(self) -> None:
         if self._fd >= 0:
+            self._syncs.shutdown()
             os.close(self._fd)
             self._fd = -1
 

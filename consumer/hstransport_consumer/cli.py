@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
@@ -20,22 +21,33 @@ from hstransport.session import check_session_name, default_root
 from hstransport.settings import parse_size
 
 from .console import Status, set_up_logging
+from .handover import Handover, parse_command
 from .packer import Packer
 from .stream import Streams
 from .writer import DatasetWriter
 
 logger = logging.getLogger(__name__)
 
+HANDOVER_FAILED = 3
+
 _EXAMPLE = """\
 example:
   HSTRANSPORT=1 python -m sglang.launch_server --model-path MODEL --port 30000
   hstransport-consumer --out /data/shards          # beside it, before or after
+  hstransport-consumer --out /data/shards --on-shard 'hstransport verify {}'
 
 The consumer waits for a server if there is none yet, runs until it is interrupted (Ctrl-C or
 SIGTERM, which leave all that was received on disk), and goes on in the same directory next time.
 
+--on-shard hands each finished shard to a command. The shard is the command's from then on: it may
+upload it, move it or delete it. One whose command fails stays, is named, and is
+handed over again by the next consumer of the directory, as is one whose command had not ended when
+the consumer died; so a command may see a shard twice. At the end the last shard is finished and
+handed over too, and the consumer waits for the commands; a second signal ends at once.
+
 exit status: 0 stopped in order; 1 a bug; 2 bad arguments, or a directory or session that cannot
-be used. A ring that cannot be used is named in the log and left alone.
+be used; 3 stopped in order, and a command of --on-shard failed. A ring that cannot be used is named
+in the log and left alone.
 """
 
 
@@ -88,6 +100,26 @@ def _parser() -> argparse.ArgumentParser:
         help="pack what has come after this many seconds, however little (default: 0.5)",
     )
     parser.add_argument(
+        "--on-shard",
+        metavar="COMMAND",
+        help="run this for each finished shard: split into words as a shell does, but run without "
+        "one; {} stands for the shard's path, which comes last otherwise",
+    )
+    parser.add_argument(
+        "--on-shard-jobs",
+        metavar="N",
+        type=_positive,
+        default=1,
+        help="so many commands at a time (default: 1)",
+    )
+    parser.add_argument(
+        "--on-shard-backlog",
+        metavar="N",
+        type=_positive,
+        default=8,
+        help="packing waits while so many new shards wait for their command (default: 8)",
+    )
+    parser.add_argument(
         "--exit-when-done", action="store_true", help="stop once the server has ended"
     )
     parser.add_argument("--verbose", action="store_true", help="debug lines and tracebacks")
@@ -138,31 +170,64 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
         raise HsTransportError(f"--shard-size: {e}") from None
     if shard_bytes < 1:
         raise HsTransportError("--shard-size: at least one byte, such as 4GiB")
+    handover = None
+    if arguments.on_shard is not None:
+        handover = Handover(
+            arguments.out,
+            parse_command(arguments.on_shard),
+            jobs=arguments.on_shard_jobs,
+            backlog=arguments.on_shard_backlog,
+        )
     stop = _Stop()
     writer = DatasetWriter(
         arguments.out,
         shard_bytes=shard_bytes,
         threads=arguments.threads,
         durability=arguments.durability,
+        on_shard=handover.put if handover else None,
     )
-    try:
+    with ExitStack() as stack:  # undone from the last to the first
+        stack.callback(writer.close)  # gives the directory free: nobody hands over twice
+        if handover:
+            stack.callback(handover.close)
+            handover.start()
+        stack.callback(writer.finish_shard)
         streams = Streams(arguments.dir, session)
         packer = Packer(streams, writer, flush_s=arguments.flush_s)
-        try:
-            with Status(console) as status:
-                _loop(packer, streams, status, stop, exit_when_done=arguments.exit_when_done)
-        finally:
-            packer.close()
-    finally:
-        writer.close()
+        stack.callback(packer.close)
+        with Status(console, handover) as status:
+            _loop(packer, streams, status, stop, handover, exit_when_done=arguments.exit_when_done)
+    if handover is None:
+        return 0
+    if handover.failed:
+        logger.error("%s: %s", handover, ", ".join(sorted(set(handover.failed))))
+        return HANDOVER_FAILED
+    logger.info("%s", handover)
     return 0
 
 
 def _loop(
-    packer: Packer, streams: Streams, status: Status, stop: _Stop, *, exit_when_done: bool
+    packer: Packer,
+    streams: Streams,
+    status: Status,
+    stop: _Stop,
+    handover: Handover | None,
+    *,
+    exit_when_done: bool,
 ) -> None:
-    waiting = False
+    waiting = behind = False
     while not stop.asked:
+        if handover and handover.full:
+            if not behind:
+                behind = True
+                logger.warning(
+                    "--on-shard does not keep up: packing waits whenever %d shards wait for their "
+                    "command, and the ring holds what comes, as long as it can",
+                    handover.backlog,
+                )
+            handover.wait(0.1)
+            status.show(packer.totals, streams.live)
+            continue
         try:
             packer.step()
         except OSError as e:

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.logging import RichHandler
 from rich.text import Text
 
+from .handover import Handover
 from .packer import Totals
 from .stream import RingStream
 
@@ -21,7 +22,8 @@ _LOG_EVERY_S = 10.0
 class Status:
     """Shows totals and the rings' fill: live on a terminal, else a log line every 10 s."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, handover: Handover | None = None) -> None:
+        self._handover = handover
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._started = self._shown = time.monotonic()
         self._last: tuple[float, int] = (self._started, 0)
@@ -46,10 +48,13 @@ class Status:
         self._shown = now
         self._measure(now, totals.raw_bytes)
         line = describe(totals, streams, self._rate)
+        if self._handover:
+            line += f" · {self._handover}"
         if self._live:
             self._live.update(Text(line), refresh=True)
             return
-        key = (totals.records, totals.samples, len(streams))
+        done = self._handover.done if self._handover else 0
+        key = (totals.records, totals.samples, len(streams), done)
         if final or key != self._said:
             self._said = key
             logging.getLogger("hstransport_consumer").info(line)

@@ -1,4 +1,9 @@
-"""A directory of shards: names, the lock, making renames last."""
+"""A directory of shards: names, the lock, making renames last, and the writer's own notes.
+
+Two hidden files make it safe to take finished shards away. ``.next`` is what the next shard begins
+with, header and carry: the number that is due, and all that a writer must know of those before.
+``.handed-over`` names the shards that were handed over.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,8 @@ from typing import NamedTuple
 from hstransport.errors import DatasetBusyError
 
 PARTIAL = ".partial"
+NEXT = ".next"
+HANDED_OVER = ".handed-over"
 _NAME = re.compile(r"shard-(\d{6,})\.zst(\.partial)?")
 
 
@@ -63,6 +70,39 @@ def sync(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def keep_next(directory: Path, head: bytes) -> None:
+    """Write ``.next`` anew, whole or not at all."""
+    path = directory / NEXT
+    fresh = path.with_name(f"{NEXT}.new")
+    with fresh.open("wb") as file:
+        file.write(head)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+
+
+def note_handed_over(directory: Path, name: str, uid: bytes) -> None:
+    """Add a line to ``.handed-over``, on the disk when this returns."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    fd = os.open(directory / HANDED_OVER, flags, 0o644)
+    try:
+        # Begun with a line's end: one that a crash has torn spoils no other.
+        os.write(fd, f"\n{name} {uid.hex()}\n".encode())
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)
+
+
+def handed_over(directory: Path) -> set[bytes]:
+    """The uids of the shards that were handed over."""
+    try:
+        lines = (directory / HANDED_OVER).read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return set()
+    found = (re.fullmatch(r"\S+ ([0-9a-f]{32})", line) for line in lines)
+    return {bytes.fromhex(match[1]) for match in found if match}
 
 
 def boot_id() -> str:

@@ -33,39 +33,62 @@ class Bias(NamedTuple):
 
 
 class Packer:
-    """Packs chunks on a number of threads, ahead of the one who writes them."""
+    """Packs chunks on a number of threads, ahead of the one who writes them.
+
+    Chunks come back in the order in which they were passed. Two buffers for each thread and one
+    that is being written bound the memory: a thread that is done goes on while an earlier chunk
+    is still packed or written.
+    """
 
     def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(threads, "hstransport-pack") if threads > 1 else None
-        # One more than are packing, so that the threads go on while a chunk is written.
-        self._buffers = [codec.FrameBuffer() for _ in range(threads + 1 if self._pool else 1)]
+        self._pool = ThreadPoolExecutor(threads, "hstransport-pack")
+        self._free = [codec.FrameBuffer() for _ in range(2 * threads + 1)]
+        self._waiting: deque[tuple[ChunkPlan, codec.U8]] = deque()
+        self._ahead: deque[tuple[Future[codec.Packed], codec.FrameBuffer]] = deque()
+        self._lent: codec.FrameBuffer | None = None
+        self.depth = len(self._free)
+        """Chunks that may be packed and not written yet."""
 
-    def pack(self, chunks: Iterable[ChunkPlan], table: codec.U8) -> Iterator[codec.Packed]:
-        """Each chunk's frames in order; they are valid until the next are asked for."""
+    def begin(self, chunks: Iterable[ChunkPlan], table: codec.U8) -> None:
+        """Begin to pack chunks, after those passed before."""
+        self._waiting.extend((chunk, table) for chunk in chunks)
+        self._start()
 
-        def encode(chunk: ChunkPlan, buffer: codec.FrameBuffer) -> codec.Packed:
-            return codec.encode_chunk([piece for _, piece in chunk.pieces], table, buffer)
+    def next(self) -> codec.Packed:
+        """The oldest chunk's frames; they are valid until the next are asked for."""
+        self._take_back()
+        self._start()
+        future, self._lent = self._ahead.popleft()
+        return future.result()
 
-        if self._pool is None:
-            for chunk in chunks:
-                yield encode(chunk, self._buffers[0])
-            return
-        ahead: deque[Future[codec.Packed]] = deque()
-        try:
-            for i, chunk in enumerate(chunks):
-                if len(ahead) == len(self._buffers):
-                    yield ahead.popleft().result()
-                buffer = self._buffers[i % len(self._buffers)]
-                ahead.append(self._pool.submit(encode, chunk, buffer))
-            while ahead:
-                yield ahead.popleft().result()
-        finally:
-            # After an error nobody may be at work on the caller's rows, or on a buffer.
-            wait(ahead)
+    def forget(self) -> None:
+        """Drop all chunks; nobody is at work on the caller's rows, or on a buffer, afterwards."""
+        self._waiting.clear()
+        self._take_back()
+        for future, _ in self._ahead:
+            future.cancel()
+        wait([future for future, _ in self._ahead])
+        self._free += [buffer for _, buffer in self._ahead]
+        self._ahead.clear()
 
     def close(self) -> None:
-        if self._pool:
-            self._pool.shutdown()
+        self.forget()
+        self._pool.shutdown()
+
+    def _start(self) -> None:
+        # A chunk gets its buffer before its thread: chunks that wait for one another never hold
+        # the buffers that the oldest of them needs.
+        while self._free and self._waiting:
+            chunk, table = self._waiting.popleft()
+            buffer = self._free.pop()
+            pieces = [piece for _, piece in chunk.pieces]
+            future = self._pool.submit(codec.encode_chunk, pieces, table, buffer)
+            self._ahead.append((future, buffer))
+
+    def _take_back(self) -> None:
+        if self._lent is not None:
+            self._free.append(self._lent)
+            self._lent = None
 
 
 def write_window(
@@ -77,12 +100,16 @@ def write_window(
     bias: Bias | None,
     packer: Packer,
 ) -> WindowRecord:
-    """Write a window; its head last, because it is what makes the window count."""
+    """Write a window whose chunks are the next that ``packer`` was given.
+
+    Its head is written last, because it is what makes the window count.
+    """
     offset = out.leave(fmt.WINDOW_HEAD_BYTES)
     items: list[Item] = []
     _put(out, items, _before(plan, bias))
     if bias is not None:
-        for chunk, packed in zip(plan.chunks, packer.pack(plan.chunks, bias.table), strict=True):
+        for chunk in plan.chunks:
+            packed = packer.next()
             segments = tuple(chunk.segments)
             raw = {
                 "rows": chunk.rows,

@@ -34,6 +34,9 @@ class VerifyReport:
     """Names of ``.partial`` files; what is whole in them was verified too."""
     samples: int = 0
     whole: int = 0
+    parted: int = 0
+    """Of the samples, those that have a part in a shard that need not be here; the rest of them
+    was verified."""
     tokens: int = 0
     """Rows that were decoded."""
     bytes: int = 0

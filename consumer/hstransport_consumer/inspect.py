@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hstransport.protocol import unpack_info
 
 from .directory import PARTIAL
 from .reader import ShardDataset, open_shards
+from .shard import Shard
 
 LABELS_FROM = 1000
 """Label keys are collected from so many samples at most, evenly spread."""
@@ -31,7 +33,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     shards: list[dict[str, Any]] = [
         {
             "file": s.path.name,
-            "bytes": s.end if s.path.name.endswith(PARTIAL) else s.path.stat().st_size,
+            "bytes": _size(s),
             "samples": s.tables.samples,
             "tokens": int(s.tables.c["chunk.rows"].sum()),
             "finished": not s.path.name.endswith(PARTIAL),
@@ -67,6 +69,17 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     }
 
 
+def _size(shard: Shard) -> int:
+    try:
+        return shard.end if shard.path.name.endswith(PARTIAL) else shard.path.stat().st_size
+    except FileNotFoundError:  # taken away just now: its size but for the footer
+        return shard.end
+
+
 def _label_keys(dataset: ShardDataset) -> list[str]:
     step = max(len(dataset) // LABELS_FROM, 1)
-    return sorted({key for sample in dataset[::step] for key in sample.labels})
+    keys: set[str] = set()
+    for sample in dataset[::step]:
+        with suppress(FileNotFoundError):  # its beginning lies in a shard that was taken away
+            keys.update(sample.labels)
+    return sorted(keys)

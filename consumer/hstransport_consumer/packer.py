@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from hstransport.errors import RingError
@@ -18,6 +18,8 @@ WINDOW_BYTES = 64 << 20
 """A window is packed when it holds this much, or a quarter of its ring."""
 _DISCOVER_EVERY_S = 0.5
 _IDLE_WAIT_S = 0.05
+_PENDING_WAIT_S = 0.001
+"""The message of a record may come before its bytes do: there will not be another one."""
 
 
 @dataclass
@@ -67,11 +69,9 @@ class _Window:
             return False
         return self.bytes >= self.limit or time.monotonic() - self.opened >= flush_s
 
-    def clear(self) -> None:
+    def release(self) -> None:
         for received in self.received:
             received.record.release()
-        self.received = []
-        self.bytes = 0
 
 
 class Packer:
@@ -79,6 +79,10 @@ class Packer:
 
     ``flush_s``: age at which a window is packed though it is not full. Not thread-safe; call
     :meth:`step` in a loop, then :meth:`close`.
+
+    Each ring has a window that is being filled. Windows that are due are packed side by side, as
+    many as keep the writer's threads busy, and written one after another by the thread that calls
+    :meth:`step`; a window's part of the ring is freed when it is written.
     """
 
     def __init__(self, streams: Streams, writer: DatasetWriter, *, flush_s: float = 0.5) -> None:
@@ -86,6 +90,8 @@ class Packer:
         self._writer = writer
         self._flush_s = flush_s
         self._windows: dict[RingStream, _Window] = {}
+        self._due: deque[_Window] = deque()
+        """Windows to be written; the writer has begun with the first ``self._writer.begun``."""
         self._next_look = 0.0
         self._lost_runs_closed = False
         self.totals = Totals()
@@ -99,20 +105,25 @@ class Packer:
         full; nothing is lost then, and the next step tries again.
         """
         self._discover()
-        busy = False
+        busy = pending = False
         for window in list(self._windows.values()):
             try:
                 busy |= self._fill(window)
+                pending |= window.stream.reader.pending()
             except RingError as e:
                 self._give_up(window, e)
                 continue
             if window.due(self._flush_s):
-                self._pack(window)
-                busy = True
-            elif not window.received and window.stream.ended():
+                if self._writer.hungry:
+                    self._queue(window)
+                    busy = True
+            elif not window.received and not self._due and window.stream.ended():
                 self._end(window)
+        if self._due and not (busy and self._writer.hungry):
+            self._finish()
+            busy = True
         if not busy:
-            self._streams.subscriber.wait(timeout_s)
+            self._streams.subscriber.wait(min(timeout_s, _PENDING_WAIT_S) if pending else timeout_s)
         return busy
 
     @property
@@ -122,19 +133,22 @@ class Packer:
 
     def drain(self) -> None:
         """Pack everything that is committed now, whatever the windows' age."""
-        for window in list(self._windows.values()):
-            goal = window.stream.reader.head
-            while window.stream.reader.tail < goal:
-                progress = self._fill(window)
-                if window.received:
-                    self._pack(window)
-                elif not progress:
+        for stream in list(self._windows):
+            goal = stream.reader.head
+            while stream.reader.cursor < goal:
+                progress = self._fill(self._windows[stream])
+                if not progress:
                     break  # what is left is reserved and not committed
+                self._queue(self._windows[stream])
+                while not self._writer.hungry:
+                    self._finish()
+            self._queue(self._windows[stream])
+        self._finish_all()
 
     def close(self) -> None:
         """Let go of the rings; those drained and orphaned are removed."""
         for window in list(self._windows.values()):
-            if not window.received and window.stream.ended():
+            if not window.received and not self._due and window.stream.ended():
                 self._end(window)
         # Records read and not stored were never released: the next consumer finds them.
         self._windows.clear()
@@ -164,6 +178,7 @@ class Packer:
 
     def _close_lost_runs(self) -> None:
         """Samples left open by an earlier consumer whose ring is gone will never have an end."""
+        self._finish_all()
         present = self._streams.present()
         for info in self._writer.open_runs():
             # Rings of other sessions may lie anywhere.
@@ -194,13 +209,30 @@ class Packer:
         self.totals.torn += stream.counters.torn - torn
         return read
 
-    def _pack(self, window: _Window) -> None:
-        info = window.stream.info
-        records = window.received
-        events = [(r.event, r.states) for r in records if r.event is not None]
-        result = self._writer.write_window(
-            info.run, info.rank, records[0].record.seq, records[-1].record.seq, events
-        )
+    def _queue(self, window: _Window) -> None:
+        """What the window holds is due: from now on another one is filled."""
+        if window.received:
+            self._windows[window.stream] = _Window(window.stream)
+            self._due.append(window)
+            self._begin()
+
+    def _begin(self) -> None:
+        """Let the writer begin with as many windows as it wants; after an error it has none."""
+        while self._writer.begun < len(self._due) and self._writer.hungry:
+            window = self._due[self._writer.begun]
+            info, records = window.stream.info, window.received
+            events = [(r.event, r.states) for r in records if r.event is not None]
+            self._writer.begin_window(
+                info.run, info.rank, records[0].record.seq, records[-1].record.seq, events
+            )
+
+    def _finish(self) -> None:
+        """Write the oldest window that is due."""
+        self._begin()
+        window = self._due[0]
+        result = self._writer.finish_window()
+        self._due.popleft()
+        info, records = window.stream.info, window.received
         totals = self.totals
         totals.records += len(records)
         totals.raw_bytes += result.raw_bytes
@@ -217,19 +249,23 @@ class Packer:
                 result.anomalies,
             )
         totals.states.update(ended.state for ended in result.ended)
-        window.clear()  # only now may the server reuse the bytes
+        window.release()  # only now may the server reuse the bytes
+
+    def _finish_all(self) -> None:
+        while self._due:
+            self._finish()
 
     def _give_up(self, window: _Window, error: RingError) -> None:
         """The ring is damaged: keep what was read, name the rest, go on with the other rings."""
         logger.error("ring %s is given up: %s", window.stream.place.path, error)
-        if window.received:
-            self._pack(window)
+        self._queue(window)
         self._streams.refuse(window.stream.place.path, str(error))
         self._end(window, f"the ring is damaged: {error}"[:500])
 
     def _end(self, window: _Window, why: str = "the server ended") -> None:
         """The ring's producer is gone and all it committed is stored."""
         stream = window.stream
+        self._finish_all()
         # First: on a full disk this raises, and the next step must find the window here.
         ended = self._writer.close_run(stream.info.run, stream.info.rank, why)
         del self._windows[stream]

@@ -16,7 +16,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from .directory import PARTIAL, list_shards
+from .directory import PARTIAL, Entry, list_shards
 from .format import DatasetMeta
 from .index import id_hash
 from .sample import Sample
@@ -156,6 +156,13 @@ class ShardDataset(Sequence[Sample]):
             found = self._by_uid[uid] = self._neighbour(uid)
         return found
 
+    def has(self, uid: bytes) -> bool:
+        """Whether the shard of this uid is here."""
+        try:
+            return bool(self.shard(uid))
+        except FileNotFoundError:
+            return False
+
     def id_at(self, i: int) -> str:
         return self.shards[int(self._shard[i])].tables.id(int(self._row[i]))
 
@@ -278,10 +285,8 @@ def _open_all(path: Path, partial: bool) -> list[Shard]:
         )
     shards: list[Shard | None] = []
     for entry in entries:
-        if not entry.partial:
-            shards.append(open_shard(entry.path))
-        elif partial:
-            shards.append(_open_partial(entry.path))
+        if not entry.partial or partial:
+            shards.append(_open_present(entry))
         else:
             warnings.warn(
                 f"{entry.path} holds unfinished data, which is left out: pass partial=True to "
@@ -292,10 +297,10 @@ def _open_all(path: Path, partial: bool) -> list[Shard]:
     return [s for s in shards if s is not None]
 
 
-def _open_partial(path: Path) -> Shard | None:
-    """An unfinished shard, which its writer may finish just now, or remove as empty."""
+def _open_present(entry: Entry) -> Shard | None:
+    """A shard, unless it was taken away or removed as empty since the directory was read."""
     try:
-        return open_unfinished(path)
+        return open_unfinished(entry.path) if entry.partial else open_shard(entry.path)
     except FileNotFoundError:
         return None
 

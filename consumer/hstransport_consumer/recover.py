@@ -12,12 +12,12 @@ from hstransport.errors import CorruptShardError, ShardError, TornShardError
 
 from .appender import Appender
 from .bias import BiasEstimate
-from .directory import list_shards
+from .directory import NEXT, list_shards
 from .format import DatasetMeta, read_footer, read_header
 from .index import ChunkRecord, Progress, ShardIndex, WindowRecord
 from .progress import unpack_progress
 from .tables import parse_tables
-from .walk import Record, apply, check_chunk, read_bias, read_head, walk
+from .walk import Head, Record, apply, check_chunk, read_bias, read_head, walk
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,13 @@ def look(directory: Path, *, trust_kernel: bool) -> Found:
             "move what does not belong here out of the directory"
         )
     found = Found(next_number=entries[-1].number + 1 if entries else 0)
-    if finished:
+    due = _read_next(directory)
+    if due:
+        found.next_number = max(found.next_number, due.header.number)
+    if finished and (due is None or finished[-1].number + 1 >= due.header.number):
         _read_finished(found, finished[-1].path)
+    elif due:  # the last shards were taken away
+        found.meta, found.progress = due.header.meta, due.progress
     if partial:
         found.partial = partial[0].path
         _read_partial(found, partial[0].path, trust_kernel)
@@ -127,6 +132,15 @@ def _accept(done: Unfinished, record: Record, fd: int, path: Path, check: bool) 
                 check_chunk(fd, item, done.index.header.meta.hidden, path)
     apply(done.index, record, path)
     done.end = record.end
+
+
+def _read_next(directory: Path) -> Head | None:
+    path = directory / NEXT
+    try:
+        with path.open("rb", buffering=0) as file:
+            return read_head(file.fileno(), os.fstat(file.fileno()).st_size, path)
+    except FileNotFoundError:
+        return None
 
 
 def _read_finished(found: Found, path: Path) -> None:

@@ -142,6 +142,17 @@ class Sample:
         return merged
 
     @property
+    def start_shard(self) -> bytes:
+        """uid of the shard that has its START record."""
+        return self._shard.tables.shards[self._column("start_shard")]
+
+    @property
+    def absent(self) -> list[bytes]:
+        """uids of the shards that have a part of the sample and are not here."""
+        uids = dict.fromkeys([self.start_shard, *(p.shard for p in self.stored)])
+        return [uid for uid in uids if not self._dataset.has(uid)]
+
+    @property
     def hidden_states(self) -> npt.NDArray[np.uint16]:
         """bf16 bits ``[tokens, layers, hidden]``. ShardError if rows are missing."""
         return self.read()
@@ -298,8 +309,7 @@ class Sample:
     @cached_property
     def start(self) -> Start:
         """The START record as the server wrote it."""
-        tables = self._shard.tables
-        shard = self._dataset.shard(tables.shards[self._column("start_shard")])
+        shard = self._dataset.shard(self.start_shard)
         with shard.open() as fd:
             frame = shard.frame(fd, self._column("start"))
         start = start_event(frame)

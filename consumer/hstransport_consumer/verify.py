@@ -7,22 +7,29 @@ from pathlib import Path
 
 from hstransport.errors import DatasetMismatchError
 
-from .directory import list_shards
+from .directory import PARTIAL, Entry, entry_of, handed_over, list_shards
 from .findings import Finding, VerifyReport, Walked
 from .reader import ShardDataset
 from .verify_frames import verify_file
 from .verify_samples import ALLOW_LABEL, verify_sample
 
 
-def verify(directory: str | os.PathLike[str]) -> VerifyReport:
-    """Verify all shards of a directory: every checksum, the footers, and each sample's rows.
+def verify(path: str | os.PathLike[str]) -> VerifyReport:
+    """Verify a directory of shards, or one shard: every checksum, the footers, each sample's rows.
 
-    Goes on after a finding. FileNotFoundError if there are no shards.
+    Goes on after a finding. One shard is verified alone, whatever lies beside it: of a sample that
+    has a part in another one, its part here. In a directory only shards that were handed over may
+    be missing. FileNotFoundError if there are no shards.
     """
-    path = Path(directory)
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path} is no directory: name a directory of shards")
-    entries = list_shards(path)
+    path = Path(path)
+    if path.is_file():
+        # A name that is no shard's says nothing of the number.
+        entries = [entry_of(path) or Entry(-1, path, path.name.endswith(PARTIAL))]
+        away, base = None, path.parent
+    elif path.is_dir():
+        entries, away, base = list_shards(path), handed_over(path), path
+    else:
+        raise FileNotFoundError(f"{path} does not exist: name a directory of shards, or a shard")
     if not entries:
         raise FileNotFoundError(
             f"{path} holds no shards (shard-NNNNNN.zst): name the --out of hstransport-consumer"
@@ -39,10 +46,10 @@ def verify(directory: str | os.PathLike[str]) -> VerifyReport:
         last = (entry.number, found)
         if _belongs(found, walked, report):
             walked[found.shard.header.uid] = found
-    dataset = ShardDataset(path, [w.shard for w in walked.values()])
+    dataset = ShardDataset(base, [w.shard for w in walked.values()])
     for w in walked.values():
         for row in range(w.shard.tables.samples):
-            verify_sample(dataset, w.shard, row, walked, report)
+            verify_sample(dataset, w.shard, row, walked, away, report)
     return report
 
 

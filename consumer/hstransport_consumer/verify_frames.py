@@ -21,9 +21,14 @@ from .walk import apply, check_chunk, read_bias, read_head, walk
 
 
 def verify_file(path: Path, number: int, partial: bool, report: VerifyReport) -> Walked | None:
-    """Walk and decode a file; None if it cannot even be begun."""
+    """Walk and decode a file; None if it cannot even be begun, or was taken away meanwhile.
+
+    ``number`` is what the file's name says, -1 if that says none.
+    """
     try:
         fd = open_file(path)
+    except FileNotFoundError:
+        return None
     except OSError as e:
         report.note(path, f"cannot be opened: {e.strerror}")
         return None
@@ -47,7 +52,7 @@ def _verify_frames(
     fd: int, size: int, path: Path, number: int, partial: bool, report: VerifyReport
 ) -> Walked:
     head = read_head(fd, size, path)
-    if head.header.number != number:
+    if number >= 0 and head.header.number != number:
         report.note(path, f"is shard number {head.header.number} under another name")
     carry_in = pack_progress(head.progress)
     index = ShardIndex(head.header, head.progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 import numpy as np
 
@@ -26,25 +26,38 @@ def verify_sample(
     shard: Shard,
     row: int,
     walked: Mapping[bytes, Walked],
+    away: Container[bytes] | None,
     report: VerifyReport,
 ) -> None:
-    """Note what is wrong with the sample of a shard's ``row``."""
+    """Note what is wrong with the sample of a shard's ``row``.
+
+    ``away``: uids of shards that need not be here; None: any but the sample's own.
+    """
     sample = Sample(dataset, shard, row)
     report.samples += 1
     try:
         report.whole += sample.state == State.WHOLE
-        for what in _problems(sample, shard, row, walked):
+        absent = sample.absent
+        excused = set(absent) if away is None else {uid for uid in absent if uid in away}
+        report.parted += bool(excused)
+        for what in _problems(sample, shard, row, walked, excused):
             report.note(shard.path, what, sample.id)
     except (HsTransportError, FileNotFoundError, UnicodeDecodeError) as e:
         report.note(shard.path, str(e), f"#{row}")
 
 
 def _problems(
-    sample: Sample, shard: Shard, row: int, walked: Mapping[bytes, Walked]
+    sample: Sample,
+    shard: Shard,
+    row: int,
+    walked: Mapping[bytes, Walked],
+    excused: Container[bytes],
 ) -> Iterator[str]:
     if int(shard.tables.c["sample.hash"][row]) != id_hash(sample.id):
         yield "cannot be found by its id: wrong hash"
-    start, end = sample.start, sample.end
+    # Its START lies in the first of its shards.
+    start = None if sample.start_shard in excused else sample.start
+    end = sample.end
     covered = Coverage(sample.ranges)
     if covered.ranges and covered.ranges[-1][1] > sample.tokens:
         yield f"has rows up to {covered.ranges[-1][1]}, and {sample.tokens} tokens"
@@ -56,15 +69,21 @@ def _problems(
         return
     if covered.missing(0, sample.tokens):
         yield f"is whole and lacks rows at {covered.missing(0, sample.tokens)[:4]}"
+    if start is None:
+        return  # nor is it known which rows it allows
     if len(sample.token_ids) != sample.tokens:
         yield f"has {sample.tokens} rows and {len(sample.token_ids)} token ids"
     if start.labels.get(ALLOW_LABEL) is not True:
-        yield from _odd_rows(sample, walked)
+        yield from _odd_rows(sample, walked, excused)
 
 
-def _odd_rows(sample: Sample, walked: Mapping[bytes, Walked]) -> Iterator[str]:
+def _odd_rows(
+    sample: Sample, walked: Mapping[bytes, Walked], excused: Container[bytes]
+) -> Iterator[str]:
     flags = np.zeros(sample.tokens, np.uint8)
     for p in sample.stored:
+        if p.shard in excused:
+            continue
         chunks = walked[p.shard].flags if p.shard in walked else []
         found: Flags | None = chunks[p.chunk] if p.chunk < len(chunks) else None
         if found is None:

@@ -1,13 +1,18 @@
 """Windows of records in, shards out.
 
 A window is written whole or not at all, and what it did is taken into the index only once the
-kernel has it: after an error the caller may pass the same window again.
+kernel has it: after an error the caller may pass the same window again. Windows may be begun while
+earlier ones are still being packed; they are written one after another, in the order in which they
+were begun.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +32,7 @@ from .plan import Entry, Touched, WindowPlan, plan_window
 from .progress import pack_progress
 from .recover import look, reopen
 from .results import Ended, WindowResult
-from .states import State
+from .states import Coverage, State
 
 UNFINISHED_REASON = "unfinished"
 FULL_INDEX_BYTES = fmt.MAX_INDEX_BYTES // 4
@@ -39,12 +44,31 @@ def new_uid() -> bytes:
     return os.urandom(16)
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A window that is being packed and is not written yet."""
+
+    run: RunState
+    first_seq: int
+    next_seq: int
+    plan: WindowPlan
+    estimate: BiasEstimate
+    """The estimate with this window's rows in it; its table is what the chunks are packed with."""
+    repeated: int
+
+
 class DatasetWriter:
     """The one writer of a directory of shards. Not thread-safe; encodes on ``threads`` threads.
 
+    :meth:`write_window` stores a window and returns. To keep the threads busy, call
+    :meth:`begin_window` while :attr:`hungry`, and :meth:`finish_window` for each window begun: it
+    writes the oldest while the next are packed. Packed and unwritten frames take at most
+    ``2 * threads + 1`` times about ``planes`` * 2 MiB.
+
     ``durability``: when :meth:`write_window` returns, the bytes outlive the ``process`` (they are
     the kernel's) or the ``machine`` (they are on the disk). Samples left open when it is closed
-    go on when their run does; :meth:`close_run` ends them.
+    go on when their run does; :meth:`close_run` ends them. ``on_shard`` is called with the path of
+    each shard that has been finished, which may be taken away from then on.
 
     Raises DatasetBusyError if another process writes here, DatasetMismatchError, ShardError, and
     PermissionError or NotADirectoryError for a directory that cannot be written.
@@ -57,6 +81,7 @@ class DatasetWriter:
         shard_bytes: int = 4 << 30,
         threads: int = 1,
         durability: Literal["process", "machine"] = "process",
+        on_shard: Callable[[Path], None] | None = None,
     ) -> None:
         if durability not in ("process", "machine"):
             raise ValueError(f"durability is {durability!r}: it must be 'process' or 'machine'")
@@ -65,6 +90,7 @@ class DatasetWriter:
         self.directory = Path(directory_path)
         self._shard_bytes = shard_bytes
         self._durable = durability == "machine"
+        self._on_shard = on_shard
         directory.create(self.directory)
         self._lock = directory.Lock(self.directory)
         try:
@@ -79,6 +105,7 @@ class DatasetWriter:
         self._progress = found.progress
         self._estimate = found.estimate
         self._packer = Packer(threads)
+        self._begun: deque[_Begun] = deque()
         self._out_of_step = False
         """Interrupted after the file had a window and before the index had all of it."""
         self.samples = self.whole = self.tokens = self.raw_bytes = self.stored_bytes = 0
@@ -125,27 +152,73 @@ class DatasetWriter:
 
         OSError: nothing was written; the same window may be passed again.
         """
+        self._check_idle()
+        self.begin_window(run, rank, first_seq, last_seq, events)
+        return self.finish_window()
+
+    def begin_window(
+        self,
+        run: str,
+        rank: int,
+        first_seq: int,
+        last_seq: int,
+        events: Sequence[Entry],
+    ) -> None:
+        """Begin to pack a window; arguments as :meth:`write_window`.
+
+        The arrays are read until :meth:`finish_window` has returned for it, or has raised.
+        """
         state = self._run(run, rank)
-        repeated = min(max(state.next_seq - first_seq, 0), last_seq + 1 - first_seq)
+        next_seq, known = self._ahead(state)
+        repeated = min(max(next_seq - first_seq, 0), last_seq + 1 - first_seq)
         if repeated == last_seq + 1 - first_seq:
-            return WindowResult(repeated=repeated)
-        if repeated:
+            events = []
+        elif repeated:
             if len(events) != last_seq + 1 - first_seq:
                 raise ValueError(
                     f"records {first_seq} to {last_seq} overlap with stored ones (next is "
-                    f"{state.next_seq}): {len(events)} events given, one for each is needed"
+                    f"{next_seq}): {len(events)} events given, one for each is needed"
                 )
             events = events[repeated:]
         assert self._meta is not None
-        known = {sid: sample.coverage for sid, sample in state.open.items()}
         plan = plan_window(known, events, self._meta.planes, self._meta.hidden)
-        return self._write(state, first_seq + repeated, last_seq + 1, plan, repeated)
+        self._begin(state, first_seq + repeated, last_seq + 1, plan, repeated)
+
+    def finish_window(self) -> WindowResult:
+        """Write the oldest window begun.
+
+        OSError, or any other error: none of the windows begun is written, and all are forgotten.
+        They may be begun again.
+        """
+        try:
+            result = self._write(self._begun[0])
+        except BaseException:
+            self._begun.clear()
+            self._packer.forget()
+            raise
+        self._begun.popleft()
+        return result
+
+    @property
+    def begun(self) -> int:
+        """Windows that were begun and are not written."""
+        return len(self._begun)
+
+    @property
+    def hungry(self) -> bool:
+        """Whether another window should be begun before the oldest is written.
+
+        Chunks of later windows are to take every buffer that is free while the oldest is written.
+        """
+        later = itertools.islice(self._begun, 1, None)
+        return sum(len(w.plan.chunks) for w in later) < self._packer.depth
 
     def close_run(self, run: str, rank: int, reason: str) -> list[Ended]:
         """End as ``unfinished`` what is open of a run that will not go on; ``reason`` is free text.
 
         Returns them. Their ``tokens`` is what their rows reach to.
         """
+        self._check_idle()
         state = self._progress.get((run, rank))
         if state is None or not state.open:
             return []
@@ -154,22 +227,27 @@ class DatasetWriter:
             reach = sample.coverage.ranges[-1][1] if sample.coverage.ranges else 0
             end = End(sid, UNFINISHED_REASON, reach, np.empty(0, np.int32), detail=reason[:1024])
             plan.touched[sid] = Touched(sid, sample.coverage, end=end, state=State.UNFINISHED)
-        return self._write(state, state.next_seq, state.next_seq, plan, 0).ended
+        self._begin(state, state.next_seq, state.next_seq, plan, 0)
+        return self.finish_window().ended
 
     def flush(self) -> None:
         """Make all that was written outlive the machine."""
         if self._file:
             self._file.sync()
 
+    def finish_shard(self) -> None:
+        """Finish the shard that is being written; the next window begins another one."""
+        if self._file and not self._out_of_step:
+            self._finish()
+
     def close(self) -> None:
         """Finish the shard and give the directory free. An empty shard leaves no file.
 
-        After an interrupt in the midst of a window the shard is left unfinished, for the next
-        writer to recover.
+        Windows begun and not finished are not written. After an interrupt in the midst of a
+        window the shard is left unfinished, for the next writer to recover.
         """
         try:
-            if self._file and not self._out_of_step:
-                self._finish()
+            self.finish_shard()
         finally:
             self._packer.close()
             if self._file:
@@ -183,13 +261,39 @@ class DatasetWriter:
             raise ValueError(f"run {run} rank {rank} was not announced: call begin_run first")
         return state
 
-    def _write(
+    def _check_idle(self) -> None:
+        if self._begun:
+            raise ValueError(f"{len(self._begun)} windows are begun: finish them first")
+
+    def _ahead(self, run: RunState) -> tuple[int, dict[int, Coverage]]:
+        """The run's next record and its open samples, as they will be after the windows begun."""
+        next_seq = run.next_seq
+        known = {sid: sample.coverage for sid, sample in run.open.items()}
+        for window in self._begun:
+            if window.run is run:
+                next_seq = max(next_seq, window.next_seq)
+                for t in window.plan.touched.values():
+                    known[t.sid] = t.coverage
+                    if t.end is not None:
+                        del known[t.sid]
+        return next_seq, known
+
+    def _begin(
         self, run: RunState, first_seq: int, next_seq: int, plan: WindowPlan, repeated: int
-    ) -> WindowResult:
+    ) -> None:
+        estimate = self._observe(plan)
+        if plan.chunks:
+            assert estimate.table is not None
+            self._packer.begin(plan.chunks, estimate.table)
+        self._begun.append(_Begun(run, first_seq, next_seq, plan, estimate, repeated))
+
+    def _write(self, window: _Begun) -> WindowResult:
+        run, plan = window.run, window.plan
+        if window.first_seq == window.next_seq and not plan.touched:
+            return WindowResult(repeated=window.repeated)
         file, index = self._shard()
         before = file.size
-        estimate = self._observe(plan, index)
-        bias = self._bias(plan, estimate, index)
+        bias = self._bias(window, index)
         records: list[RunRecord | WindowRecord] = []
         number = index.run_index((run.info.run, run.info.rank))
         try:
@@ -198,22 +302,21 @@ class DatasetWriter:
                     number = len(index.runs)
                     out.put([pack_map(fmt.RUN, {"info": pack_info(run.info)})])
                     records.append(RunRecord(before, out.end, run.info))
-                records.append(
-                    write_window(out, number, first_seq, next_seq, plan, bias, self._packer)
-                )
+                seqs = (window.first_seq, window.next_seq)
+                records.append(write_window(out, number, *seqs, plan, bias, self._packer))
             ended = list(_ended(plan, run))
             for record in records:
                 index.apply(record)
         except BaseException:
             self._out_of_step = file.size != before
             raise
-        self._estimate = estimate
+        self._estimate = window.estimate
         result = WindowResult(
             ended,
             plan.rows,
             plan.rows * run.info.row_bytes,
             file.size - before,
-            repeated,
+            window.repeated,
             plan.duplicate_rows,
             plan.orphan_rows,
             plan.anomalies,
@@ -228,9 +331,9 @@ class DatasetWriter:
         self.raw_bytes += result.raw_bytes
         self.stored_bytes += result.stored_bytes
 
-    def _observe(self, plan: WindowPlan, index: ShardIndex) -> BiasEstimate:
+    def _observe(self, plan: WindowPlan) -> BiasEstimate:
         """The estimate with this window's rows in it; its table is the one to use."""
-        estimate = self._estimate
+        estimate = self._begun[-1].estimate if self._begun else self._estimate
         if not plan.chunks or estimate.settled:
             return estimate
         assert self._meta is not None
@@ -241,14 +344,22 @@ class DatasetWriter:
                     pieces.append(piece._replace(rows=min(piece.rows, ENOUGH_ROWS - rows)))
                     rows += pieces[-1].rows
         medians = codec.median_exponents(pieces, self._meta.planes, self._meta.hidden)
-        return estimate.observe(medians, rows, new_shard=not index.bias)
+        # A table has to be written anyway; windows begun behind others are not worth a guess.
+        index = self._index
+        new_shard = not self._begun and (index is None or self._full() or not index.bias)
+        return estimate.observe(medians, rows, new_shard=new_shard)
 
-    def _bias(self, plan: WindowPlan, estimate: BiasEstimate, index: ShardIndex) -> Bias | None:
-        if not plan.chunks or estimate.table is None:
+    def _bias(self, window: _Begun, index: ShardIndex) -> Bias | None:
+        estimate = window.estimate
+        if not window.plan.chunks or estimate.table is None:
             return None
         count = len(index.bias)
         new = not count or estimate.table is not self._estimate.table
         return Bias(count if new else count - 1, estimate.table, estimate.rows, new)
+
+    def _full(self) -> bool:
+        assert self._file and self._index
+        return self._file.size >= self._shard_bytes or self._index.bytes >= FULL_INDEX_BYTES
 
     def _shard(self) -> tuple[Appender, ShardIndex]:
         """The shard to write to; a full one is finished first."""
@@ -258,20 +369,21 @@ class DatasetWriter:
                 "it and open another, which recovers the shard"
             )
         if self._file and self._index:
-            if self._file.size < self._shard_bytes and self._index.bytes < FULL_INDEX_BYTES:
+            if not self._full():
                 return self._file, self._index
             self._finish()
         assert self._meta is not None
         header = Header(new_uid(), self._next_number, self._meta)
-        head = [
-            fmt.pack_header(header),
-            pack_frame(fmt.CARRY, pack_progress(self._progress)),
-        ]
+        head = self._head(header)
         path = directory.partial_path(self.directory, self._next_number)
         self._file = Appender.create(path, head, durable=self._durable)
         self._index = ShardIndex(header, self._progress)
         self._next_number += 1
         return self._file, self._index
+
+    def _head(self, header: Header) -> list[bytes]:
+        """What a shard begins with that begins now."""
+        return [fmt.pack_header(header), pack_frame(fmt.CARRY, pack_progress(self._progress))]
 
     def _finish(self) -> None:
         file, index = self._file, self._index
@@ -279,13 +391,23 @@ class DatasetWriter:
         if not index.windows:
             file.discard()
             self._next_number -= 1
+            self._file = self._index = None
         else:
+            no_uid = bytes(16)  # a shard gets its uid when it begins
+            due = self._head(Header(no_uid, self._next_number, index.header.meta))
             body = index.tables().pack(pack_progress(self._progress))
             footer = pack_frame(fmt.FOOTER, body)
             trailer = fmt.pack_trailer(file.size, len(footer), index.header.uid)
             name = directory.shard_path(self.directory, index.header.number)
-            file.finish([footer, trailer], name)
-        self._file = self._index = None
+            # From its name on the shard may be taken away: what is to be known of it comes first.
+            file.finish(
+                [footer, trailer],
+                name,
+                ready=lambda: directory.keep_next(self.directory, b"".join(due)),
+            )
+            self._file = self._index = None
+            if self._on_shard:
+                self._on_shard(name)
 
 
 def _ended(plan: WindowPlan, run: RunState) -> Iterator[Ended]:
