@@ -39,9 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name in report.unfinished:
         print(f"{name} is unfinished: what is whole in it was checked")
     if report.parted:
-        print(
-            f"{report.parted:,} samples go on in shards that lie elsewhere: what is here was checked"
-        )
+        print(f"{report.parted:,} samples lie partly in shards elsewhere: what is here was checked")
     verdict = "ok" if report.ok else f"{len(report.findings)} findings"
     print(
         f"{verdict}: {report.samples:,} samples ({report.whole:,} whole), {report.tokens:,} rows, "
