@@ -90,7 +90,7 @@ class Bench:
             claim = core.claim(stream, size)
             core.gather(stream, claim, native, runs, rows)
             core.seal(stream, claim)
-            core.send(claim, slot, size, size, 1)
+            core.send(claim, slot, [(0, 0, size)], size, size, 1)
             spent += time.perf_counter_ns() - before
         self._expect(0)  # records that were not as sent
         return (time.perf_counter() - start) / count, spent / count / 1e9

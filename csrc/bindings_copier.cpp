@@ -120,14 +120,19 @@ void bind_copier(nb::module_& m) {
           "stream"_a, "claim"_a)
       .def(
           "send",
-          [](Copier& copier, const StageClaim& claim, Reservation& record, uint64_t width,
-             uint64_t pitch, uint64_t height) {
+          [](Copier& copier, const StageClaim& claim, Reservation& record,
+             const std::vector<std::tuple<uint64_t, uint64_t, uint64_t>>& pieces,
+             uint64_t from_pitch, uint64_t to_pitch, uint64_t height) {
             record.payload();  // not given back yet
-            const uint64_t number = copier.send(claim, record.slot, width, pitch, height);
+            std::vector<Copier::Piece> all;
+            all.reserve(pieces.size());
+            for (const auto& [from, to, width] : pieces) all.push_back({from, to, width});
+            const uint64_t number =
+                copier.send(claim, record.slot, all, from_pitch, to_pitch, height);
             record.take();
             return number;
           },
-          "claim"_a, "record"_a, "width"_a, "pitch"_a, "height"_a)
+          "claim"_a, "record"_a, "pieces"_a, "from_pitch"_a, "to_pitch"_a, "height"_a)
       .def("drop", &Copier::drop, "claim"_a)
       .def("completed", &Copier::completed)
       .def("drain", &drain, "timeout_s"_a)

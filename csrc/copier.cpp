@@ -207,34 +207,46 @@ void Copier::seal(Stream stream, const StageClaim& claim) {
   check_call(driver().event_record(mine.sealed, stream), "cuEventRecord");
 }
 
-uint64_t Copier::send(const StageClaim& claim, const Slot& slot, uint64_t width, uint64_t pitch,
-                      uint64_t height) {
+uint64_t Copier::send(const StageClaim& claim, const Slot& slot, const std::vector<Piece>& pieces,
+                      uint64_t from_pitch, uint64_t to_pitch, uint64_t height) {
   check_open();
   check(pinned_ != nullptr, Fault::kLease, "the ring is not pinned: call pin() first");
   Claim& mine = unsent(claim);
   check(mine.sealed != nullptr, Fault::kLease, "this claim is not sealed");
-  check(height > 0 && width <= pitch && (height - 1) * pitch + width <= claim.end - claim.begin,
-        Fault::kConfig, height, " pieces of ", width, " bytes, ", pitch,
-        " apart, exceed the claim of ", claim.end - claim.begin, " bytes");
-  check(width * height == slot.payload_bytes, Fault::kConfig, width * height,
-        " bytes are sent into a payload of ", slot.payload_bytes);
+  const uint64_t size = claim.end - claim.begin;
+  uint64_t sum = 0;
+  for (const Piece& piece : pieces) {
+    const uint64_t rest = height - 1;
+    check(height > 0 && piece.width > 0 && piece.width <= from_pitch && piece.width <= to_pitch &&
+              piece.from + rest * from_pitch + piece.width <= size &&
+              piece.to + rest * to_pitch + piece.width <= slot.payload_bytes,
+          Fault::kConfig, "a piece of ", height, " times ", piece.width, " bytes, from ",
+          piece.from, " in steps of ", from_pitch, " to ", piece.to, " in steps of ", to_pitch,
+          ", exceeds the claim of ", size, " bytes or the payload of ", slot.payload_bytes);
+    sum += piece.width * height;
+  }
+  check(sum == slot.payload_bytes, Fault::kConfig, sum, " bytes are sent into a payload of ",
+        slot.payload_bytes);
   const Driver& d = driver();
   const Mapping& map = *pinned_->map();
   uint8_t* const payload = map.at(slot.position) + slot.payload_offset;
   ContextScope scope(device_->context());
 
   check_call(d.stream_wait(stream_, mine.sealed, 0), "cuStreamWaitEvent");
-  if (width == pitch || height == 1) {
-    check_call(d.memcpy_d2h(payload, claim.address, width * height, stream_), "cuMemcpyDtoHAsync");
-  } else {
+  for (const Piece& piece : pieces) {
+    if (height == 1) {
+      check_call(d.memcpy_d2h(payload + piece.to, claim.address + piece.from, piece.width, stream_),
+                 "cuMemcpyDtoHAsync");
+      continue;
+    }
     Memcpy2D copy{};
     copy.src_type = kMemoryDevice;
-    copy.src_device = claim.address;
-    copy.src_pitch = pitch;
+    copy.src_device = claim.address + piece.from;
+    copy.src_pitch = from_pitch;
     copy.dst_type = kMemoryHost;
-    copy.dst_host = payload;
-    copy.dst_pitch = width;
-    copy.width = width;
+    copy.dst_host = payload + piece.to;
+    copy.dst_pitch = to_pitch;
+    copy.width = piece.width;
     copy.height = height;
     check_call(d.memcpy_2d(&copy, stream_), "cuMemcpy2DAsync");
   }

@@ -73,11 +73,17 @@ class Copier {
               const GatherRun* runs, size_t count, uint64_t plane_rows);
   // All that the claim is to hold has been given to `stream`.
   void seal(cuda::Stream stream, const StageClaim& claim);
-  // Copies `height` pieces of `width` bytes, `pitch` bytes apart, into the record and commits it,
-  // both behind what the stream had been given when the claim was sealed. Returns a number, from 1:
-  // when it is completed(), the copy has ended and the sources are free.
-  uint64_t send(const StageClaim& claim, const Slot& slot, uint64_t width, uint64_t pitch,
-                uint64_t height);
+  // Copies pieces of the claim into the record and commits it, both behind what the stream had been
+  // given when the claim was sealed. Each piece is `height` times `width` bytes, `from_pitch` apart
+  // in the claim and `to_pitch` in the record; together they are the whole payload. Returns a
+  // number, from 1: when it is completed(), the copy has ended and the sources are free.
+  struct Piece {
+    uint64_t from;
+    uint64_t to;
+    uint64_t width;
+  };
+  uint64_t send(const StageClaim& claim, const Slot& slot, const std::vector<Piece>& pieces,
+                uint64_t from_pitch, uint64_t to_pitch, uint64_t height);
   // Gives a sealed claim back unsent; the number says when its gather has ended.
   uint64_t drop(const StageClaim& claim);
 

@@ -206,9 +206,18 @@ class Copier:
         """``runs``: (source row, rows, target row, target step)."""
     def seal(self, stream: int, claim: StageClaim) -> None: ...
     def send(
-        self, claim: StageClaim, record: Reservation, width: int, pitch: int, height: int
+        self,
+        claim: StageClaim,
+        record: Reservation,
+        pieces: Sequence[tuple[int, int, int]],
+        from_pitch: int,
+        to_pitch: int,
+        height: int,
     ) -> int:
-        """A number; the device commits the record. The sources are free when it is completed()."""
+        """A number; the device commits the record. The sources are free when it is completed().
+
+        ``pieces``: (offset in the claim, offset in the payload, width).
+        """
     def drop(self, claim: StageClaim) -> int: ...
     def completed(self) -> int: ...
     def drain(self, timeout_s: float) -> bool: ...

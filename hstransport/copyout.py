@@ -37,10 +37,13 @@ class RowRange(NamedTuple):
 
 
 class Rows(Protocol):
-    """Rows that were gathered for one record. Either is called once, in the order of gathering."""
+    """Rows that were gathered together. Either is called once, in the order of gathering."""
 
-    def fill(self, record: Reservation) -> None:
-        """Fill the record plane by plane, and commit it or have it committed."""
+    def fill(self, record: Reservation, ranges: Sequence[RowRange]) -> None:
+        """Fill the record with some of them, plane by plane, and commit it or have it committed.
+
+        ``ranges`` count from the first gathered row.
+        """
 
     def drop(self) -> None:
         """Throw them away."""
@@ -49,7 +52,7 @@ class Rows(Protocol):
 class Steps(Rows, Protocol):
     """Rows of consecutive decode steps; in the record each row has all its steps together."""
 
-    def add(self, ranges: Sequence[RowRange], planes: Planes) -> None:
+    def add(self, planes: Planes) -> None:
         """Gather the rows of one more step."""
 
     def seal(self) -> None:
@@ -61,13 +64,13 @@ class Copier(Protocol):
     the methods of :class:`Rows`, from another thread."""
 
     max_bytes: int
-    """Largest record that can be gathered."""
+    """Most that can be gathered together."""
 
-    def gather(self, ranges: Sequence[RowRange], planes: Planes) -> Rows | None:
+    def gather(self, rows: RowRange, planes: Planes) -> Rows | None:
         """Take hold of these rows; None when too many wait already."""
 
     def gather_steps(self, rows: int, planes: Planes, steps: int) -> Steps | None:
-        """The same for up to ``steps`` decode steps of ``rows`` rows each, added one by one."""
+        """The same for the first ``rows`` rows of up to ``steps`` decode steps, one by one."""
 
     def release(self) -> bool:
         """Let go of sources that are copied by now; True when some are not."""
@@ -86,16 +89,15 @@ class HostCopier:
         self._gathered_bytes = 0
         self._copied_bytes = 0
 
-    def gather(self, ranges: Sequence[RowRange], planes: Planes) -> Rows | None:
+    def gather(self, rows: RowRange, planes: Planes) -> Rows | None:
         if planes.device is not None:
             raise CudaError(f"states lie on cuda:{planes.device}, this copier takes host memory")
-        rows = sum(r.rows for r in ranges)
-        size = sum(p.row_bytes for p in planes.planes) * rows
+        size = sum(p.row_bytes for p in planes.planes) * rows.rows
         waiting = self._gathered_bytes - self._copied_bytes
         if waiting and waiting + size > MAX_HELD_BYTES:
             return None
         self._gathered_bytes += size
-        return _HostRows(self, ranges, planes, size)
+        return _HostRows(self, rows.row, planes, size)
 
     def gather_steps(self, rows: int, planes: Planes, steps: int) -> Steps | None:
         return None
@@ -112,15 +114,15 @@ class HostCopier:
 
 class _HostRows(NamedTuple):
     copier: HostCopier
-    ranges: Sequence[RowRange]
+    first: int
     planes: Planes
     size: int
 
-    def fill(self, record: Reservation) -> None:
+    def fill(self, record: Reservation, ranges: Sequence[RowRange]) -> None:
         offset = 0
         for p in self.planes.planes:
-            for r in self.ranges:
-                address = p.address + r.row * p.stride_bytes
+            for r in ranges:
+                address = p.address + (self.first + r.row) * p.stride_bytes
                 record.copy_rows(offset, address, r.rows, p.row_bytes, p.stride_bytes)
                 offset += r.rows * p.row_bytes
         record.commit()
@@ -159,19 +161,18 @@ class DeviceCopier:
         """
         self.core.pin(ring.core)
 
-    def gather(self, ranges: Sequence[RowRange], planes: Planes) -> Rows | None:
-        native = self.native(planes)
-        rows = sum(r.rows for r in ranges)
-        size = native.count * rows * native.row_bytes
-        claim = self.core.claim(planes.stream, size)
+    def gather(self, rows: RowRange, planes: Planes) -> Rows | None:
+        core, stream = self.core, planes.stream
+        native = planes.native or self.native(planes)
+        claim = core.claim(stream, native.count * rows.rows * native.row_bytes)
         if claim is None:
             return None
-        self.core.gather(planes.stream, claim, native, _gather_runs(ranges, 1), rows)
-        self.core.seal(planes.stream, claim)
-        return _DeviceRows(self, claim, size, planes)
+        core.gather(stream, claim, native, [(rows.row, rows.rows, 0, 1)], rows.rows)
+        core.seal(stream, claim)
+        return _DeviceRows(self, claim, rows.rows, planes)
 
     def gather_steps(self, rows: int, planes: Planes, steps: int) -> Steps | None:
-        native = self.native(planes)
+        native = planes.native or self.native(planes)
         size = native.count * rows * steps * native.row_bytes
         claim = self.core.claim(planes.stream, size)
         return None if claim is None else _DeviceSteps(self, claim, rows, steps, planes)
@@ -214,13 +215,21 @@ class DeviceCopier:
 
 
 class _DeviceRows(NamedTuple):
+    """In the stage: ``[planes, rows, hidden]``."""
+
     copier: DeviceCopier
     claim: _core.StageClaim
-    size: int
+    rows: int
     planes: Planes
 
-    def fill(self, record: Reservation) -> None:
-        number = self.copier.core.send(self.claim, record, self.size, self.size, 1)
+    def fill(self, record: Reservation, ranges: Sequence[RowRange]) -> None:
+        count, width = self.planes.native.count, self.planes.native.row_bytes
+        kept = sum(r.rows for r in ranges)
+        if kept == self.rows:  # one long piece
+            layout = [(0, 0, count * kept * width)], count * kept * width, count * kept * width, 1
+        else:
+            layout = _pieces(ranges, width, width), self.rows * width, kept * width, count
+        number = self.copier.core.send(self.claim, record, *layout)
         self.copier.hold(number, self.planes)
 
     def drop(self) -> None:
@@ -234,46 +243,53 @@ class _DeviceSteps:
         self, copier: DeviceCopier, claim: _core.StageClaim, rows: int, limit: int, planes: Planes
     ) -> None:
         self._copier = copier
+        self._gather = copier.core.gather
         self._claim = claim
         self._rows = rows
         self._limit = limit
         self._stream = planes.stream
-        self._row_bytes = planes.planes[0].row_bytes
-        self._planes = len(planes.planes)
+        self._count = planes.native.count
+        self._row_bytes = planes.native.row_bytes
         self._steps = 0
         self._sources: list[Planes] = []
 
-    def add(self, ranges: Sequence[RowRange], planes: Planes) -> None:
+    def add(self, planes: Planes) -> None:
         native = planes.native or self._copier.native(planes)
         if not self._sources or self._sources[-1] is not planes:
             self._sources.append(planes)
-        runs = _gather_runs(ranges, self._limit, self._steps)
-        plane_rows = self._rows * self._limit
-        self._copier.core.gather(self._stream, self._claim, native, runs, plane_rows)
+        runs = [(0, self._rows, self._steps, self._limit)]
+        self._gather(self._stream, self._claim, native, runs, self._rows * self._limit)
         self._steps += 1
 
     def seal(self) -> None:
         self._copier.core.seal(self._stream, self._claim)
 
-    def fill(self, record: Reservation) -> None:
+    def fill(self, record: Reservation, ranges: Sequence[RowRange]) -> None:
+        # Of each row the record takes the steps that there were, in the stage there is room for
+        # more.
         width, pitch = self._steps * self._row_bytes, self._limit * self._row_bytes
-        height = self._planes * self._rows
-        if width == pitch:  # one long piece
-            width, pitch, height = width * height, pitch * height, 1
-        number = self._copier.core.send(self._claim, record, width, pitch, height)
+        kept = sum(r.rows for r in ranges)
+        whole = self._count * kept * width
+        if kept == self._rows and width == pitch:  # one long piece
+            layout = [(0, 0, whole)], whole, whole, 1
+        elif kept == self._rows:
+            layout = [(0, 0, width)], pitch, width, self._count * kept
+        else:
+            single = [RowRange(r.row + i, 1) for r in ranges for i in range(r.rows)]
+            pieces = _pieces(single, pitch, width)
+            layout = pieces, self._rows * pitch, kept * width, self._count
+        number = self._copier.core.send(self._claim, record, *layout)
         self._copier.hold(number, self._sources)
 
     def drop(self) -> None:
         self._copier.hold(self._copier.core.drop(self._claim), self._sources)
 
 
-def _gather_runs(
-    ranges: Iterable[RowRange], step: int, first: int = 0
-) -> list[tuple[int, int, int, int]]:
-    """(source row, rows, target row, target step) of each range, one behind the other."""
-    runs = []
-    target = first
+def _pieces(ranges: Iterable[RowRange], pitch: int, width: int) -> list[tuple[int, int, int]]:
+    """(offset in the stage, offset in the record, bytes) of row ranges in each plane."""
+    pieces = []
+    at = 0
     for r in ranges:
-        runs.append((r.row, r.rows, target, step))
-        target += r.rows * step
-    return runs
+        pieces.append((r.row * pitch, at * width, r.rows * width))
+        at += r.rows
+    return pieces

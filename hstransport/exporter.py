@@ -1,7 +1,7 @@
 """The producer as the server's thread sees it: take hold of rows, post, and be gone.
 
 What must happen on the caller's thread happens there: rows are gathered in the order of its
-stream. Everything else, from packing metadata to waiting for room in the ring, is posted to a
+stream. Everything else, from whose rows they are to waiting for room in the ring, is posted to a
 thread of the exporter's own, in order, and handed over once for each forward pass: a pass that
 costs the server's thread tens of microseconds would cost it hundreds with the rest.
 """
@@ -11,14 +11,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from .capture import Planes
 from .channel import Publisher
-from .copyout import Copier, HostCopier, RowRange, Steps
-from .copyout import Rows as GatheredRows
+from .copyout import Copier, HostCopier, RowRange, Rows, Steps
 from .errors import CaptureError, ConfigError, HsTransportError
 from .protocol import Label, SessionInfo, TokenIds
 from .recorder import OpenSample, Recorder, RowSpan
@@ -36,47 +35,45 @@ _RETRY_PENDING_S = 0.05
 _RELEASE_S = 0.01
 _JOIN_S = 10.0
 
-_Post = tuple[Callable[..., None], tuple[Any, ...]]
+Plan = Callable[[int, int], Sequence[RowSpan]]
+"""``plan(first, steps)``: whose rows were gathered, in the order of rows. Called once, on the
+exporter's thread. Of decode steps: the rows of step ``first``, of which ``steps`` follow each other
+in the record; of other passes it is called with (0, 1)."""
 
 
 class DecodeRun:
     """Consecutive decode steps of the same requests in the same order, one row each and step."""
 
-    __slots__ = (
-        "_gathered",
-        "_limit",
-        "_ranges",
-        "_spoilt",
-        "_worth",
-        "open",
-        "spans",
-        "steps",
-        "stream",
-    )
+    __slots__ = ("_gathered", "_limit", "open", "plan", "rows", "steps", "stream")
 
-    def __init__(self, spans: Sequence[RowSpan]) -> None:
-        self.spans = spans
-        """The rows of the first step."""
+    def __init__(self, plan: Plan, rows: int) -> None:
+        self.rows = rows
+        """Rows of each step, wanted or not."""
         self.steps = 0
         """Steps that were exported."""
         self.open = True
         """Whether one more step may be added."""
         self.stream = 0
-        self._worth: Sequence[RowSpan] = ()
-        self._spoilt: Sequence[RowSpan] = ()
-        self._ranges: list[RowRange] = []
+        self.plan = plan
         self._limit = 0
         self._gathered: Steps | None = None
 
-    def __bool__(self) -> bool:
-        return bool(self.spans)
+    @classmethod
+    def of(cls, spans: Sequence[RowSpan]) -> DecodeRun:
+        """A run whose rows are known; ``spans`` are those of its first step."""
+
+        def plan(first: int, steps: int) -> list[RowSpan]:
+            return [s._replace(position=s.position + first) for s in spans]
+
+        return cls(plan, spans[-1].row + 1)
 
 
 class Exporter:
     """Single producer over one ring and its PUB socket. One thread calls it; any may close it.
 
-    What :meth:`start`, :meth:`rows`, :meth:`step` and :meth:`end` post is done after the next
-    :meth:`submit`, in that order. An error of the exporter's thread is raised by the next call.
+    What :meth:`start`, :meth:`rows`, :meth:`step`, :meth:`end` and :meth:`post` ask for is done
+    after the next :meth:`submit`, in that order. An error of the exporter's thread ends the export:
+    it is given to ``on_failure`` on that thread, and raised by every later submit.
 
     ``copier`` takes the states out of their memory (default: out of host memory); it is closed
     here. ``policy`` is ``"block"`` (wait for room in the ring up to ``block_s``, then drop; after
@@ -98,12 +95,13 @@ class Exporter:
         self._info = info
         self._copier: Copier = copier or HostCopier()
         self._wait_s = block_s if policy == "block" else 0.0
-        self._recorder = Recorder(ring, publisher, info, self._wait_s)
+        self.recorder = Recorder(ring, publisher, info, self._wait_s)
+        """For what is posted: it belongs to the exporter's thread."""
+        self.on_failure: Callable[[Exception], None] | None = None
         self._rows_per_record = self._fit_rows()
-        self._next_sid = 0
         self._run: DecodeRun | None = None  # whose steps are gathered and not yet posted
-        self._posted: list[_Post] = []
-        self._queue: SimpleQueue[list[_Post] | None] = SimpleQueue()
+        self._posted: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._queue: SimpleQueue[list[Any] | None] = SimpleQueue()
         self._failure: Exception | None = None
         self._closing = threading.Lock()
         self._closed = False
@@ -112,12 +110,12 @@ class Exporter:
 
     @property
     def ring(self) -> RingWriter:
-        return self._recorder.ring
+        return self.recorder.ring
 
     @property
     def samples_lost(self) -> int:
         """Samples of which not even the name could be kept."""
-        return self._recorder.samples_lost
+        return self.recorder.samples_lost
 
     def start(
         self,
@@ -128,27 +126,31 @@ class Exporter:
         loss_mask: tuple[int, ...] | None = None,
     ) -> OpenSample:
         """Begin a sample. ``prompt``: token ids, which must not be changed from here on."""
-        sample = OpenSample(self._next_sid, id)
-        self._next_sid += 1
-        now = time.time()
-        self._post(self._recorder.start, sample, rid, prompt, labels or {}, loss_mask, now)
+        sample = self.recorder.open(id)
+        self.post(self.recorder.start, sample, rid, prompt, labels or {}, loss_mask, time.time())
         return sample
 
     def rows(self, spans: Sequence[RowSpan], planes: Planes) -> None:
-        """Export rows of one forward pass, in records of bounded size.
+        """Export rows of one forward pass whose owners are known; see :meth:`forward`."""
+        self.forward(lambda first, steps: spans, spans[-1].row + spans[-1].rows, planes)
 
-        The planes must stay as they are until the work that their stream has been given so far is
-        done (host memory: until the rows are in the ring); they are kept alive for as long.
+    def forward(self, plan: Plan, rows: int, planes: Planes) -> None:
+        """Export what ``plan`` will want of the first ``rows`` rows of a forward pass.
+
+        They go into records of bounded size. The planes must stay as they are until the work that
+        their stream has been given so far is done (host memory: until the rows are in the ring);
+        they are kept alive for as long.
         """
         self._finish_run()
-        worth, spoilt = _sort_out(spans)
-        if spoilt:
-            self._post(self._recorder.drop, spoilt)
-        for part in self._parts(worth):
-            self._post(self._recorder.rows, part, 1, self._gather(row_ranges(part), planes))
+        most = self._rows_per_record
+        spans: list[RowSpan] = []  # of the whole pass: its first part fills it
+        for at in range(0, rows, most):
+            part = RowRange(at, min(most, rows - at))
+            gathered = self._gather(part, planes)
+            self._posted.append((self._write_part, (None if at else plan, spans, part, gathered)))
 
     def step(self, run: DecodeRun, planes: Planes) -> None:
-        """Export the rows of one more decode step; of the planes see :meth:`rows`.
+        """Export the rows of one more decode step; of the planes see :meth:`forward`.
 
         Steps of a GPU are gathered on it, and posted together when there are enough of them, or
         when anything else is exported.
@@ -160,14 +162,13 @@ class Exporter:
             self._open_run(run, planes)
         elif run.stream != planes.stream:
             raise CaptureError("the server changed the stream of its decode steps in mid-run")
-        if run._gathered is None:
-            at = run.steps
-            run.steps += 1
-            self._run = None
-            self.rows([s._replace(position=s.position + at) for s in run.spans], planes)
-            return
-        run._gathered.add(run._ranges, planes)
+        first = run.steps
         run.steps += 1
+        if run._gathered is None:
+            self._run = None
+            self.forward(lambda _, steps: run.plan(first, steps), run.rows, planes)
+            return
+        run._gathered.add(planes)
         if run.steps == run._limit:
             self._finish_run()
 
@@ -182,14 +183,17 @@ class Exporter:
         detail: str = "",
     ) -> None:
         """End a sample: positions 0 .. tokens-1 make it whole."""
-        self._finish_run()  # its rows come before its end
-        self._post(self._recorder.end, sample, reason, tokens, output, cached, detail)
+        self.post(self.recorder.end, sample, reason, tokens, output, cached, detail)
+
+    def post(self, action: Callable[..., None], *args: Any) -> None:
+        """Have something done on the exporter's thread, behind all that was asked for before."""
+        self._finish_run()
+        self._posted.append((action, args))
 
     def submit(self) -> None:
         """Hand over what was posted, with one wake-up of the exporter's thread."""
         if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+            raise self._failure
         if self._posted:
             posted, self._posted = self._posted, []
             self._queue.put(posted)
@@ -197,19 +201,19 @@ class Exporter:
     def flush(self, timeout_s: float = 10.0) -> None:
         """Wait until all that was posted is in the ring, dropped or waiting for room there."""
         done = threading.Event()
-        self._post(done.set)
+        self.post(done.set)
         self.submit()
         if not done.wait(timeout_s):
             raise HsTransportError(f"the exporter's thread was not done after {timeout_s} s")
-        self.submit()  # raises what it met
+        if self._failure is not None:
+            raise self._failure
 
     def abandon(self) -> None:
-        """After an error: no more rows. What is gathered is given up, and nothing is asked of the
-        GPU; events can still be posted."""
+        """After an error of the caller's: gathered decode steps are given up, nothing is asked of
+        the GPU any more. What is posted is still done."""
         run, self._run = self._run, None
         if run is not None:
             run.open = False
-            self._post(self._recorder.drop, run.spans, run.steps)
 
     def close(self) -> None:
         """End the run; the ring stays for a consumer unless all of it is free. Idempotent."""
@@ -227,13 +231,13 @@ class Exporter:
                     logger.error("hstransport: the exporter's thread hangs; its ring is left as is")
                 else:
                     self._copier.close()  # its copies end before the ring gives up what is pending
-                    self._recorder.close()
+                    self.recorder.close()
 
     def _fit_rows(self) -> int:
         # A record must fit whatever the wrap position; a quarter of that lets the consumer free one
         # while others are written.
-        ring = self._recorder.ring
-        largest = ring.max_payload_bytes(64 << 10, self._recorder.event_reserve)
+        ring = self.recorder.ring
+        largest = ring.max_payload_bytes(64 << 10, self.recorder.event_reserve)
         size = min(RECORD_PAYLOAD_BYTES, largest // 4, self._copier.max_bytes)
         rows = size // self._info.row_bytes
         if rows < 1:
@@ -243,31 +247,12 @@ class Exporter:
             )
         return rows
 
-    def _parts(self, spans: Sequence[RowSpan]) -> Iterator[list[RowSpan]]:
-        """The spans cut into what one record takes."""
-        part: list[RowSpan] = []
-        room = self._rows_per_record
-        for span in spans:
-            at = 0
-            while at < span.rows:
-                n = min(span.rows - at, room)
-                part.append(RowSpan(span.sample, span.position + at, span.row + at, n))
-                at, room = at + n, room - n
-                if not room:
-                    yield part
-                    part, room = [], self._rows_per_record
-        if part:
-            yield part
-
     def _open_run(self, run: DecodeRun, planes: Planes) -> None:
         self._run = run
         run.stream = planes.stream
-        run._worth, run._spoilt = _sort_out(run.spans)
-        run._ranges = row_ranges(run._worth)
-        rows = len(run._worth)
-        run._limit = min(MAX_DECODE_STEPS, self._rows_per_record // rows) if rows else 0
+        run._limit = min(MAX_DECODE_STEPS, self._rows_per_record // run.rows)
         if run._limit:
-            run._gathered = self._copier.gather_steps(rows, planes, run._limit)
+            run._gathered = self._copier.gather_steps(run.rows, planes, run._limit)
 
     def _finish_run(self) -> None:
         """Post the gathered steps of the open run, and let it take no more."""
@@ -276,29 +261,25 @@ class Exporter:
             run.open = False
             if run._gathered is not None:
                 run._gathered.seal()
-                if run._spoilt:
-                    self._post(self._recorder.drop, run._spoilt, run.steps)
-                self._post(self._recorder.rows, run._worth, run.steps, run._gathered)
+                self._posted.append((self._write_run, (run,)))
 
-    def _gather(self, ranges: Sequence[RowRange], planes: Planes) -> GatheredRows | None:
+    def _gather(self, rows: RowRange, planes: Planes) -> Rows | None:
         """Gather, and where too much waits already give the exporter's thread time to work."""
-        gathered = self._copier.gather(ranges, planes)
+        gathered = self._copier.gather(rows, planes)
         if gathered is None:
             self.submit()
             deadline = time.monotonic() + self._wait_s + _GRACE_S
             while gathered is None and time.monotonic() < deadline:
                 time.sleep(_NAP_S)
-                gathered = self._copier.gather(ranges, planes)
+                gathered = self._copier.gather(rows, planes)
         return gathered
 
-    def _post(self, action: Callable[..., None], *args: Any) -> None:
-        self._posted.append((action, args))
+    # From here on: the exporter's thread.
 
     def _work(self) -> None:
-        """The exporter's thread."""
         pause: float | None = None
         while True:
-            posted: list[_Post] | None
+            posted: list[Any] | None
             try:
                 posted = self._queue.get(timeout=pause)
             except Empty:
@@ -308,13 +289,13 @@ class Exporter:
             pause = self._do(posted)
             del posted  # or the last pass's states would live until the next one
 
-    def _do(self, posted: list[_Post]) -> float | None:
+    def _do(self, posted: list[Any]) -> float | None:
         """Do what was posted; how long to wait for more before looking again, None: for ever."""
         for action, args in posted:
             self._guarded(action, *args)
-        done = self._guarded(self._recorder.flush_pending)
-        self._guarded(self._recorder.announce)
-        if self._guarded(self._copier.release):
+        done = self._guarded(self.recorder.flush_pending)
+        self._guarded(self.recorder.announce)
+        if self._failure is None and self._guarded(self._copier.release):
             return _RELEASE_S
         return _RETRY_PENDING_S if done is False else None
 
@@ -322,28 +303,32 @@ class Exporter:
         try:
             return action(*args)
         except Exception as e:
-            self._failure = self._failure or e
+            if self._failure is None:
+                self._failure = e
+                if self.on_failure is not None:
+                    self.on_failure(e)
             return None
 
+    def _write_part(
+        self, plan: Plan | None, spans: list[RowSpan], rows: RowRange, gathered: Rows | None
+    ) -> None:
+        if self._failure is None:
+            if plan is not None:
+                spans += plan(0, 1)
+            self.recorder.rows(_cut(spans, rows), 1, gathered)
 
-def _sort_out(spans: Sequence[RowSpan]) -> tuple[Sequence[RowSpan], Sequence[RowSpan]]:
-    """(Rows of samples that can still be whole, the others)."""
-    spoilt = [s for s in spans if s.sample.dropped or s.sample.lost]
-    if not spoilt:
-        return spans, spoilt
-    return [s for s in spans if not (s.sample.dropped or s.sample.lost)], spoilt
+    def _write_run(self, run: DecodeRun) -> None:
+        if self._failure is None:
+            self.recorder.rows(run.plan(0, run.steps), run.steps, run._gathered)
 
 
-def row_ranges(spans: Sequence[RowSpan]) -> list[RowRange]:
-    """The rows of the spans in their order, neighbours put together."""
-    ranges: list[RowRange] = []
-    start = stop = -1
+def _cut(spans: Sequence[RowSpan], rows: RowRange) -> list[RowSpan]:
+    """What of the spans lies in these rows, counted from the first of them."""
+    cut = []
     for span in spans:
-        if span.row != stop:
-            if stop > start:
-                ranges.append(RowRange(start, stop - start))
-            start = span.row
-        stop = span.row + span.rows
-    if stop > start:
-        ranges.append(RowRange(start, stop - start))
-    return ranges
+        start = max(span.row, rows.row)
+        stop = min(span.row + span.rows, rows.row + rows.rows)
+        if start < stop:
+            position = span.position + start - span.row
+            cut.append(RowSpan(span.sample, position, start - rows.row, stop - start))
+    return cut

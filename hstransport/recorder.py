@@ -7,6 +7,7 @@ keep.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
@@ -89,6 +90,7 @@ class Recorder:
         """Samples of which not even the name could be kept; their number is all that is left."""
         self._logged_at = float("-inf")
         self._rows_dropped = 0
+        self._sids = itertools.count()
 
     def start(
         self,
@@ -113,22 +115,31 @@ class Recorder:
             self.samples_lost += 1
             self._complain(f"no room even for the name of sample {sample.id!r}")
 
-    def rows(self, spans: Sequence[RowSpan], steps: int, rows: copyout.Rows | None) -> None:
-        """One record: ``steps`` times the rows of each span. None: there was no room for them."""
-        spoilt = all(s.sample.dropped or s.sample.lost for s in spans)
+    def open(self, id: str) -> OpenSample:
+        """A new sample of this run; :meth:`start` tells of it. May be called from any thread."""
+        return OpenSample(next(self._sids), id)
+
+    def rows(self, spans: Sequence[RowSpan], steps: int, gathered: copyout.Rows | None) -> None:
+        """One record: ``steps`` times the rows of each span. None: there was no room for them.
+
+        Rows of samples that cannot be whole any more are left out, and counted as dropped.
+        """
+        worth = [s for s in spans if not (s.sample.dropped or s.sample.lost)]
+        if len(worth) < len(spans):
+            self.drop([s for s in spans if s.sample.dropped or s.sample.lost], steps)
         slot = meta = None
         # A START must come before its rows.
-        if rows is not None and not spoilt and self.flush_pending(self._wait_s):
-            segments = (Segment(s.sample.sid, s.position, s.rows * steps) for s in spans)
+        if gathered is not None and worth and self.flush_pending(self._wait_s):
+            segments = [Segment(s.sample.sid, s.position, s.rows * steps) for s in worth]
             kind, meta = pack_event(Rows(tuple(segments)))
-            size = sum(s.rows for s in spans) * steps * self._info.row_bytes
+            size = sum(s.rows for s in worth) * steps * self._info.row_bytes
             slot = self._reserve(kind, meta, size, self._wait_s)
-        if slot is None or rows is None or meta is None:
-            if rows is not None:
-                rows.drop()
-            self.drop(spans, steps)
+        if slot is None or gathered is None or meta is None:
+            if gathered is not None:
+                gathered.drop()
+            self.drop(worth, steps)
             return
-        rows.fill(slot)
+        gathered.fill(slot, row_ranges(worth))
         self._tell(ROWS, _place(slot), meta)
 
     def drop(self, spans: Sequence[RowSpan], steps: int = 1) -> None:
@@ -267,3 +278,18 @@ class Recorder:
 
 def _place(slot: Reservation) -> tuple[int, int, int]:
     return slot.seq, slot.position, slot.record_bytes
+
+
+def row_ranges(spans: Sequence[RowSpan]) -> list[copyout.RowRange]:
+    """The rows of the spans in their order, neighbours put together."""
+    ranges: list[copyout.RowRange] = []
+    start = stop = -1
+    for span in spans:
+        if span.row != stop:
+            if stop > start:
+                ranges.append(copyout.RowRange(start, stop - start))
+            start = span.row
+        stop = span.row + span.rows
+    if stop > start:
+        ranges.append(copyout.RowRange(start, stop - start))
+    return ranges

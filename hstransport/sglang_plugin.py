@@ -17,7 +17,6 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from . import __version__
@@ -26,6 +25,7 @@ from .channel import Publisher
 from .copyout import Copier, DeviceCopier, HostCopier
 from .errors import CaptureError, ConfigError, HsTransportError
 from .exporter import DecodeRun, Exporter
+from .follower import ID_TAG, Follower, Pass
 from .layers import enable_capture
 from .protocol import (
     ABORTED,
@@ -34,12 +34,11 @@ from .protocol import (
     SessionInfo,
     pack_info,
 )
-from .recorder import RowSpan
 from .ring import RingWriter
 from .session import ring_path
 from .settings import Settings, from_environment
 from .stale import report_older_rings
-from .tap import Pass, Tap
+from .tap import Forward, Tap
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +177,9 @@ class Plugin:
             return
         exporter = self._ring.open(self._copier)
         tagged_only = self._settings.requests == "tagged"
-        self._tap = Tap(self._ring.info, exporter, _Request, tagged_only=tagged_only)
+        info = self._ring.info
+        follower = Follower(info, exporter.recorder, _Request, tagged_only=tagged_only)
+        self._tap = Tap(info, exporter, follower)
 
     def run_batch(self, original: Any, scheduler: Any, batch: Any, *args: Any, **kw: Any) -> Any:
         self._batch = batch
@@ -201,51 +202,64 @@ class Plugin:
             output = original(runner, forward_batch, *a, **kw)
         finally:
             states, self._states, self._armed = self._states, None, False
-        tap.guarded(self._take, tap, work, states, output)
+        tap.guarded(tap.take, work, lambda: self._planes(tap, work, states, output))
         return output
 
-    def _plan(
-        self, tap: Tap, reqs: list[Any], forward_batch: Any
-    ) -> Sequence[RowSpan] | DecodeRun | None:
+    def _plan(self, tap: Tap, reqs: list[Any], forward_batch: Any) -> Forward | DecodeRun | None:
+        """The rows of the coming pass, or None when none of them is wanted."""
         mode = forward_batch.forward_mode
+        if mode.is_decode():
+            if not tap.all_rows or not self._wanted(reqs):
+                return None
+            if not self._same_size(tap, reqs, forward_batch, len(reqs)):
+                return None
+
+            def positions() -> list[int] | None:
+                lengths = forward_batch.seq_lens_cpu
+                return None if lengths is None else [n - 1 for n in lengths.tolist()]
+
+            tokens = getattr(forward_batch, "seq_lens_sum", None)
+            return tap.plan_decode(reqs, tokens, positions, lambda: _over(reqs))
         if mode.is_idle():
             return None
-        if mode.is_decode():
-            if not tap.all_rows or not self._same_size(tap, reqs, forward_batch, len(reqs)):
-                return None
-            lengths = forward_batch.seq_lens_cpu
-            positions = None if lengths is None else [n - 1 for n in lengths.tolist()]
-            return tap.plan_decode(reqs, positions)
         if mode.is_extend() and not mode.is_target_verify():
+            if not self._wanted(reqs):
+                return None
             counts = list(forward_batch.extend_seq_lens_cpu)
             if not self._same_size(tap, reqs, forward_batch, len(counts)):
                 return None
-            return tap.plan(reqs, Pass(list(forward_batch.extend_prefix_lens_cpu), counts))
+            step = Pass(list(forward_batch.extend_prefix_lens_cpu), counts)
+            return tap.plan(reqs, step, _over(reqs))
         raise CaptureError(f"forward mode {mode} is not one whose rows are understood")
+
+    def _wanted(self, reqs: list[Any]) -> bool:
+        """Whether any of these requests is to be captured; if not, nothing is even gathered."""
+        if self._settings.requests == "all":
+            return True
+        return any(ID_TAG in (req.sampling_params.custom_params or ()) for req in reqs)
 
     @staticmethod
     def _same_size(tap: Tap, reqs: list[Any], forward_batch: Any, counts: int) -> bool:
         if len(reqs) == forward_batch.batch_size == counts:
             return True
         why = f"a batch of {len(reqs)} requests has {forward_batch.batch_size} sequences"
-        tap.give_up(reqs, why)
+        tap.post(tap.follower.give_up, list(reqs), why)
         return False
 
-    def _take(
+    def _planes(
         self,
         tap: Tap,
-        work: Sequence[RowSpan] | DecodeRun,
+        work: Forward | DecodeRun,
         states: tuple[Any, Any] | None,
         output: Any,
-    ) -> None:
+    ) -> Planes:
+        """The states of the pass that has just been run, or enqueued."""
         stream = None if self._device is None else torch_stream(self._device)
         if states is not None:
-            planes = tap.planes(states, stream)
-        elif isinstance(work, DecodeRun) and output.can_run_graph and stream is not None:
-            planes = self._planes_of_graph(tap, stream)
-        else:
-            raise CaptureError("the forward pass did not come through LogitsProcessor.forward")
-        tap.take(work, planes)
+            return tap.planes(states, stream)
+        if stream is not None and output.can_run_graph and isinstance(work, DecodeRun):
+            return self._planes_of_graph(tap, stream)
+        raise CaptureError("the forward pass did not come through LogitsProcessor.forward")
 
     def _planes_of_graph(self, tap: Tap, stream: int) -> Planes:
         """The states that the decode graph just replayed left in its memory."""
@@ -301,15 +315,14 @@ class Plugin:
         return result
 
     def _sweep(self, tap: Tap, scheduler: Any, batch: Any) -> None:
-        if tap.followed == len(batch.reqs):  # nobody else can be over: the usual decode step
-            tap.finish([id(req) for req in batch.reqs if req.finished_reason is not None])
-            return
-        retracted = tap.retracted()
-        if retracted:
+        over = [req for req in batch.reqs if req.finished_reason is not None]
+        if over:
+            tap.post(tap.follower.finish, over)
+        if tap.follower.strays:
             # A retracted request waits to be computed again. One that does not wait was given up
             # by the server (out of memory, queue full, timed out), which sets no finish reason.
-            retracted -= {id(req) for req in scheduler.waiting_queue}
-        tap.sweep(retracted)
+            gone = {id(req) for req in tap.follower.retracted()}
+            tap.post(tap.follower.sweep, gone - {id(req) for req in scheduler.waiting_queue})
 
     def update_weights(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self._tap is not None:
@@ -324,7 +337,9 @@ class Plugin:
         result = original(scheduler, *args, **kwargs)
         # Those that left the queue are over, though SGLang sets no finish reason in them.
         left = {id(req) for req in scheduler.waiting_queue}
-        tap.guarded(tap.sweep, {id(req) for req in waiting} - left)
+        gone = {id(req) for req in waiting} - left
+        if gone:
+            tap.guarded(tap.post, tap.follower.sweep, gone)
         return result
 
 
@@ -383,6 +398,10 @@ class _Request:
         said = self._req.finished_reason.to_json()
         reason = {"stop": FINISHED, "length": LENGTH}.get(said.get("type"), ABORTED)
         return reason, str(said.get("message") or "") if reason == ABORTED else ""
+
+
+def _over(reqs: list[Any]) -> set[int]:
+    return {id(req) for req in reqs if req.finished_reason is not None}
 
 
 def _resolve(target: str) -> Any:

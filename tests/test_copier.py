@@ -22,10 +22,10 @@ from hstransport.capture import plane, planes
 from hstransport.copyout import DeviceCopier
 from hstransport.errors import CaptureError, ConfigError, CudaError, LeaseError
 from hstransport.exporter import MAX_DECODE_STEPS, DecodeRun
+from hstransport.follower import Pass
 from hstransport.protocol import END, FINISHED, ROWS, unpack_event
 from hstransport.recorder import RowSpan
 from hstransport.ring import RingReader, inspect_ring
-from hstransport.tap import Pass, Tap
 
 PLANES = 3
 ROW_BYTES = PLANES * HIDDEN * 2
@@ -152,7 +152,7 @@ def decode(producer, run, steps, stream=0):
     """That many steps of the run; returns ``[steps][planes, rows, hidden]``."""
     all_states = []
     for _ in range(steps):
-        states = producer.states(max(s.row for s in run.spans) + 1)
+        states = producer.states(run.rows)
         producer.step(run, device_planes(states, stream))
         all_states.append(states)
     return all_states
@@ -163,7 +163,7 @@ def test_decode_steps_are_gathered_into_one_record(ring_dir):
     producer, reader = open_pair(ring_dir, stage_rows=4 * MAX_DECODE_STEPS, ring_bytes=8 << 20)
     a, b, c = (producer.start(name, 4) for name in "abc")
     read_all(reader, 3)
-    run = DecodeRun([RowSpan(a, 4, 0, 1), RowSpan(b, 9, 2, 1), RowSpan(c, 5, 3, 1)])
+    run = DecodeRun.of([RowSpan(a, 4, 0, 1), RowSpan(b, 9, 2, 1), RowSpan(c, 5, 3, 1)])
     states = decode(producer, run, MAX_DECODE_STEPS)
     assert not run.open
     ((event, got),) = read_all(reader, 1)
@@ -179,12 +179,12 @@ def test_a_run_of_decode_steps_ends_early_when_something_else_comes(ring_dir):
     producer, reader = open_pair(ring_dir, ring_bytes=8 << 20)
     a, b = producer.start("a", 4), producer.start("b", 4)
     read_all(reader, 2)
-    run = DecodeRun([RowSpan(a, 4, 0, 1), RowSpan(b, 9, 1, 1)])
+    run = DecodeRun.of([RowSpan(a, 4, 0, 1), RowSpan(b, 9, 1, 1)])
     first = decode(producer, run, 3)
     prefill = producer.states(5)
     producer.put([RowSpan(b, 20, 0, 5)], device_planes(prefill))
     assert not run.open
-    again = DecodeRun([RowSpan(a, 7, 1, 1)])
+    again = DecodeRun.of([RowSpan(a, 7, 1, 1)])
     last = decode(producer, again, 2)
     producer.end(a, 9, 6)
     (e1, s1), (e2, s2), (e3, s3), (e4, _) = read_all(reader, 4)
@@ -206,11 +206,11 @@ def test_gathered_steps_are_dropped_and_counted_when_the_ring_is_full(ring_dir):
         producer.put([RowSpan(filler, 0, 0, 60)], device_planes(producer.states(60)))
         if filler.dropped:
             break
-    run = DecodeRun([RowSpan(a, 4, 0, 1)])
+    run = DecodeRun.of([RowSpan(a, 4, 0, 1)])
     decode(producer, run, MAX_DECODE_STEPS)
     with pytest.raises(CaptureError, match="begin another"):
         decode(producer, run, 1)
-    decode(producer, DecodeRun([RowSpan(a, 36, 0, 1)]), 10)  # of a sample that is spoilt by now
+    decode(producer, DecodeRun.of([RowSpan(a, 36, 0, 1)]), 10)  # of a sample that is spoilt by now
     producer.end(a, 46, 43)
     assert a.dropped == MAX_DECODE_STEPS + 10
     records = inspect_ring(producer.place.path).records
@@ -378,21 +378,24 @@ def an_error_ends_capture_once(ring_dir):
     handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
     logging.getLogger("hstransport").addHandler(handler)
     producer, reader = open_pair(ring_dir, ring_bytes=4 << 20)
-    tap = Tap(producer.info, producer.exporter, lambda r: r, tagged_only=False)
+    tap = producer.tap()
     requests = [Request("a", 8), Request("b", 8)]
     for step in range(12):
         states = producer.states(16)
         if step % 2 == 0:
             work = tap.guarded(tap.plan, requests, Pass([8 * step] * 2, [8, 8]))
         else:
-            work = tap.guarded(tap.plan_decode, requests, [8 * step] * 2)
+            work = tap.guarded(tap.plan_decode, requests, None, lambda at=8 * step: [at] * 2)
         if work:
-            tap.guarded(tap.take, work, device_planes(states))
+            tap.guarded(tap.take, work, lambda s=states: device_planes(s))
         time.sleep(0.002)
     errors = [text for level, text in lines if level == "ERROR"]
     assert len(errors) == 1, lines
     assert "CUDA_ERROR_LAUNCH_FAILED" in errors[0] and "serving goes on" in errors[0]
-    assert reader.closed
+    deadline = time.monotonic() + 15
+    while not reader.closed:
+        assert time.monotonic() < deadline, "the ring was never closed"
+        time.sleep(0.01)
     ends, torn = [], 0
     while reader.cursor != reader.head:
         record = reader.read()

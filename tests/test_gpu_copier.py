@@ -114,7 +114,7 @@ def test_decode_steps_are_gathered_into_one_record(cp, ring_dir):
     samples = [producer.start(str(i), 4) for i in range(5)]
     take(reader, 5)
     for steps in (MAX_DECODE_STEPS, 3):
-        run = DecodeRun([RowSpan(s, 4, i, 1) for i, s in enumerate(samples)])
+        run = DecodeRun.of([RowSpan(s, 4, i, 1) for i, s in enumerate(samples)])
         static = [cp.zeros((8, HIDDEN), cp.uint16) for _ in range(PLANES)]
         taken = planes(static, HIDDEN)
         hosts = []
@@ -243,7 +243,7 @@ def test_long_a_million_records_are_ready_only_when_they_are_there(cp, ring_dir)
         native = _core.device_planes([(address, 2 * size)], 2 * size)
         core.gather(0, claim, native, [(0, 1, 0, 1)], 1)
         core.seal(0, claim)
-        core.send(claim, slot, 2 * size, 2 * size, 1)
+        core.send(claim, slot, [(0, 0, 2 * size)], 2 * size, 2 * size, 1)
 
     bad, ring = write_records(cp, ring_dir / "a.ring", random_sizes(1_000_000, 1, 1 << 18), send)
     copier.close()
@@ -278,19 +278,19 @@ import logging, sys, time
 logging.basicConfig(format="%(levelname)s %(message)s")
 from pathlib import Path
 import cupy as cp
-from test_copier import Request, Producer, DeviceCopier, Tap, Pass, HIDDEN, planes
+from test_copier import Request, Producer, DeviceCopier, Pass, HIDDEN, planes
 trap = cp.RawKernel('extern "C" __global__ void trap() { asm("trap;"); }', "trap")
 producer = Producer(Path(sys.argv[1]), copier=DeviceCopier(0, 1 << 20), ring_bytes=4 << 20)
-tap = Tap(producer.info, producer.exporter, lambda r: r, tagged_only=False)
+tap = producer.tap()
 request = Request("a", 8)
 for step in range(10):
-    spans = tap.guarded(tap.plan, [request], Pass([8 * step], [8]))
+    work = tap.guarded(tap.plan, [request], Pass([8 * step], [8]))
     if step == 3:
         trap((1,), (1,), ())  # from here on the context is lost
-    if spans:
+    if work:
         arrays = good if step > 3 else [cp.zeros((8, HIDDEN), cp.uint16) for _ in range(3)]
         good = arrays
-        tap.guarded(tap.take, spans, planes(arrays, HIDDEN))
+        tap.guarded(tap.take, work, lambda: planes(arrays, HIDDEN))
     time.sleep(0.05)
 print("serving goes on", flush=True)
 """

@@ -1,15 +1,15 @@
 """The tap, with requests of a server that is not SGLang, over a real ring."""
 
 import contextlib
+import time
 
 import numpy as np
 import pytest
 from rig.producer import HIDDEN, Producer, tokens
 
-from hstransport.errors import HsTransportError
+from hstransport.follower import Pass
 from hstransport.protocol import ABORTED, END, FINISHED, ROWS, START, unpack_event
 from hstransport.ring import RingReader
-from hstransport.tap import Pass, Tap
 
 
 class Fake:
@@ -34,28 +34,30 @@ class Server:
 
     def __init__(self, ring_dir, *, rows="all", tagged_only=False, **options):
         self.producer = Producer(ring_dir, rows=rows, **options)
-        self.tap = Tap(
-            self.producer.info, self.producer.exporter, lambda r: r, tagged_only=tagged_only
-        )
+        self.tap = self.producer.tap(tagged_only=tagged_only)
+        self.follower = self.tap.follower
         self.reader = RingReader.attach(self.producer.place.path)
 
     def run(self, *batch, padding=0):
         """One pass over ``(request, position, token ids)`` each."""
         counts = [len(ids) for _, _, ids in batch]
         step = Pass([position for _, position, _ in batch], counts)
-        spans = self.tap.guarded(self.tap.plan, [request for request, _, _ in batch], step)
+        requests = [request for request, _, _ in batch]
+        work = self.tap.guarded(self.tap.plan, requests, step, {id(r) for r in requests if r.over})
         ids = np.concatenate([np.asarray(i, np.uint16) for _, _, i in batch])
         ids = np.pad(ids, (0, padding))
         final = np.repeat(ids[:, None], HIDDEN, axis=1)
-        if spans:
-            self.tap.guarded(self.take, spans, (final, [final, final]))
+        if work:
+            self.tap.guarded(self.take, work, (final, [final, final]))
 
     def take(self, work, states):
-        self.tap.take(work, self.tap.planes(states))
+        self.tap.take(work, lambda: self.tap.planes(states))
 
     def decode(self, batch, ids, positions=None):
         """One decode step: a row for each request."""
-        run = self.tap.guarded(self.tap.plan_decode, batch, positions)
+        tokens = None if positions is None else sum(positions) + len(positions)
+        over = {id(r) for r in batch if r.over}
+        run = self.tap.guarded(self.tap.plan_decode, batch, tokens, lambda: positions, lambda: over)
         final = np.repeat(np.asarray(ids, np.uint16)[:, None], HIDDEN, axis=1)
         if run:
             self.tap.guarded(self.take, run, (final, [final, final]))
@@ -64,11 +66,11 @@ class Server:
     def finish(self, *requests):
         for request in requests:
             request.over = True
-        self.tap.guarded(self.tap.sweep)
+        self.tap.guarded(self.tap.post, self.follower.finish, requests)
 
     def samples(self):
         """``[(id, END, {position: value})]`` in the order of their ends."""
-        with contextlib.suppress(HsTransportError):  # where an error has closed it
+        with contextlib.suppress(Exception):  # where an error has ended it
             self.producer.exporter.flush(1)
         open_samples, done = {}, []
         while (record := self.reader.read()) is not None:
@@ -87,6 +89,13 @@ class Server:
                 done.append((start, event, rows))
             record.release()
         return done
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -186,8 +195,10 @@ def test_requests_that_vanish_are_ended_as_aborted(server):
     a, b = Fake("a", [10, 11]), Fake("b", [20, 21])
     server.run((a, 0, [10, 11]), (b, 0, [20, 21]))
     b.retracted = True
-    assert server.tap.retracted() == {id(b)}
-    server.tap.guarded(server.tap.sweep, {id(b)})
+    server.producer.exporter.flush()
+    assert server.follower.retracted() == [b]
+    server.tap.guarded(server.tap.post, server.follower.sweep, {id(b)})
+    server.producer.exporter.flush()
     server.finish(a)
     (_, end_b, _), (_, end_a, _) = server.samples()
     assert (end_b.reason, end_a.reason) == (ABORTED, FINISHED)
@@ -196,7 +207,8 @@ def test_requests_that_vanish_are_ended_as_aborted(server):
 def test_a_batch_that_is_not_understood_costs_its_samples_only(server):
     a, b = Fake("a", [10, 11]), Fake("b", [20, 21])
     server.run((a, 0, [10, 11]))
-    server.tap.guarded(server.tap.give_up, [a], "a batch of 1 requests has 3 sequences")
+    why = "a batch of 1 requests has 3 sequences"
+    server.tap.guarded(server.tap.post, server.follower.give_up, [a], why)
     server.run((b, 0, [20, 21]))
     server.finish(a, b)
     (start, end, _), (_, other, rows) = server.samples()
@@ -217,8 +229,8 @@ def test_an_error_ends_capture_and_never_reaches_the_server(server):
     ((start, end, _),) = server.samples()
     assert (start.id, end.reason) == ("b", ABORTED)
     assert "capture stopped" in end.detail
-    assert server.reader.closed
     server.run((Fake("c", [1]), 0, [1]))
+    wait_until(lambda: server.reader.closed)
     assert server.samples() == []
 
 
@@ -243,8 +255,8 @@ def test_capture_stops_when_the_model_changes(server):
 )
 def test_states_that_do_not_fit_the_batch_end_capture(server, states, told, caplog):
     a = Fake("a", [10, 11])
-    spans = server.tap.plan([a], Pass([0], [2]))
-    server.tap.guarded(server.take, spans, states)
+    work = server.tap.plan([a], Pass([0], [2]))
+    server.tap.guarded(server.take, work, states)
     ((_, end, rows),) = server.samples()
     assert (end.reason, rows) == (ABORTED, {})
     assert told in end.detail

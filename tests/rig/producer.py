@@ -12,10 +12,12 @@ from hstransport.capture import Planes, planes
 from hstransport.channel import Publisher
 from hstransport.copyout import Copier, DeviceCopier
 from hstransport.exporter import DecodeRun, Exporter
+from hstransport.follower import Follower
 from hstransport.protocol import FINISHED, SessionInfo, pack_info
 from hstransport.recorder import OpenSample, RowSpan
 from hstransport.ring import RingWriter
 from hstransport.session import ring_path
+from hstransport.tap import Tap
 
 HIDDEN = 64
 Bits = npt.NDArray[np.uint16]
@@ -55,6 +57,13 @@ class Producer:
             self.ring, publisher, self.info, copier=copier, policy=policy, block_s=block_s
         )
         self._rng = np.random.default_rng(0)
+
+    def tap(self, *, tagged_only: bool = False) -> Tap:
+        """A tap whose server's request objects are what it follows."""
+        follower = Follower(
+            self.info, self.exporter.recorder, lambda request: request, tagged_only=tagged_only
+        )
+        return Tap(self.info, self.exporter, follower)
 
     def states(self, count: int) -> Bits:
         """Random finite states ``[planes, count, hidden]``."""

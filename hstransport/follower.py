@@ -1,0 +1,218 @@
+"""Follows the requests of one rank: whose rows a forward pass computes, and when samples end.
+
+It knows nothing of SGLang: requests come as the :class:`Request` that the plugin makes of them.
+Everything here happens on the exporter's thread, behind the server's: what a request says is read
+when that thread comes to it, and only what no longer changes by then may be read. What does change
+(whether it is over, where its rows lie) comes along with the pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from .errors import CaptureError, ProtocolError
+from .protocol import (
+    ABORTED,
+    Label,
+    SessionInfo,
+    TokenIds,
+    check_labels,
+    check_loss_mask,
+    fit_id,
+)
+from .recorder import OpenSample, Recorder, RowSpan
+
+logger = logging.getLogger(__name__)
+
+ID_TAG, LABELS_TAG, MASK_TAG = "hstransport_id", "hstransport_labels", "hstransport_loss_mask"
+"""Keys of ``sampling_params.custom_params`` by which a caller names and labels its sample."""
+
+
+class Request(Protocol):
+    """One request of the server, read when it is needed."""
+
+    @property
+    def rid(self) -> str: ...
+    @property
+    def probe(self) -> bool: ...
+    @property
+    def prompt(self) -> Sequence[int] | TokenIds: ...
+    @property
+    def output(self) -> Sequence[int] | TokenIds: ...
+    @property
+    def tags(self) -> dict[str, Any]: ...
+    @property
+    def over(self) -> bool: ...
+    @property
+    def retracted(self) -> bool: ...
+    def unfit(self) -> str: ...
+    def reason(self) -> tuple[str, str]: ...
+
+
+class Pass(NamedTuple):
+    """A forward pass: for each request of the batch, in the order of its rows."""
+
+    positions: list[int] | None
+    """Token position of the request's first row; None when the server keeps it on the device."""
+    counts: list[int]
+    """How many rows it computes."""
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A request seen in a forward pass."""
+
+    raw: Any
+    """The server's own object, kept alive so that its identity stays its own."""
+    request: Request
+    sample: OpenSample | None
+    """None for a request that is not to be captured."""
+    prompt_tokens: int
+    first_position: int
+    """Where its first computed row lay: tokens before it came out of the radix cache."""
+    next_position: int
+
+
+class Follower:
+    """``adapt`` makes a :class:`Request` of the server's own request object."""
+
+    def __init__(
+        self,
+        info: SessionInfo,
+        recorder: Recorder,
+        adapt: Callable[[Any], Request],
+        *,
+        tagged_only: bool,
+    ) -> None:
+        self._all_rows = info.rows == "all"
+        self._recorder = recorder
+        self._adapt = adapt
+        self._tagged_only = tagged_only
+        # By the identity of the server's own request object: two may carry the same request id.
+        self._followed: dict[int, _Followed] = {}
+        self.strays = False
+        """Whether a followed request is over or retracted, as far as was looked: the server's
+        thread may read it, and is to call :meth:`sweep` then."""
+
+    def plan(
+        self, batch: Sequence[Any], step: Pass, over: Collection[int], first: int, steps: int
+    ) -> list[RowSpan]:
+        """Which rows of a pass belong to which sample; see exporter.Plan.
+
+        ``batch``: its requests. ``over``: identities of those that were over when the pass began.
+        """
+        spans = []
+        row = 0
+        for i, raw in enumerate(batch):
+            count = step.counts[i]
+            position = None if step.positions is None else step.positions[i] + first
+            followed = self._followed.get(id(raw))
+            # The overlap scheduler runs one more pass for a request that just ended.
+            if followed is None and id(raw) not in over:
+                followed = self._follow(raw, position)
+            if followed is not None and followed.sample is not None:
+                at = followed.next_position if position is None else position
+                followed.next_position = at + count * steps
+                keep = count if self._all_rows else min(count, followed.prompt_tokens - at)
+                if keep > 0:
+                    spans.append(RowSpan(followed.sample, at, row, keep))
+            row += count
+        self._look()
+        return spans
+
+    def finish(self, raws: Iterable[Any]) -> None:
+        """End the samples of requests that are over."""
+        for raw in raws:
+            followed = self._followed.pop(id(raw), None)
+            if followed is not None:
+                self._end(followed, *followed.request.reason())
+        self._look()
+
+    def sweep(self, gone: Collection[int] = ()) -> None:
+        """End the samples of all requests that are over; those of ``gone`` ended without a trace,
+        by their identities."""
+        self.finish([f.raw for k, f in self._followed.items() if f.request.over or k in gone])
+
+    def retracted(self) -> list[Any]:
+        """Followed requests that the server has taken back to compute again, and may have given
+        up. May be called on the server's thread."""
+        return [f.raw for f in list(self._followed.values()) if f.request.retracted]
+
+    def give_up(self, batch: Sequence[Any], why: str) -> None:
+        """End the samples of a batch whose rows are not understood."""
+        for raw in batch:
+            followed = self._followed.get(id(raw))
+            if followed is not None and followed.sample is not None:
+                logger.warning("hstransport: sample %s is given up: %s", followed.sample.id, why)
+                self._end(followed, ABORTED, why)
+                followed.sample = None
+
+    def end_all(self, why: str) -> None:
+        """Capture ends: all open samples end as aborted."""
+        for followed in self._followed.values():
+            try:
+                self._end(followed, ABORTED, why[:1000])
+            except Exception:  # whatever is broken in one must not cost the others
+                logger.exception("hstransport: a sample cannot be ended")
+        self._followed.clear()
+
+    def _look(self) -> None:
+        self.strays = any(f.request.over or f.request.retracted for f in self._followed.values())
+
+    def _follow(self, raw: Any, position: int | None) -> _Followed:
+        """The request's entry, made on its first pass."""
+        request = self._adapt(raw)
+        tags = request.tags
+        if request.probe or (self._tagged_only and tags.get(ID_TAG) is None):
+            followed = _Followed(raw, request, None, 0, 0, 0)
+            self._followed[id(raw)] = followed
+            return followed
+        if position is None:
+            raise CaptureError(
+                f"the first pass of request {request.rid} is a decode at unknown position"
+            )
+        prompt = request.prompt
+        sample = self._start(request, tags, prompt)
+        followed = _Followed(raw, request, sample, len(prompt), position, position)
+        self._followed[id(raw)] = followed
+        unfit = request.unfit()
+        if unfit:
+            self.give_up([raw], f"cannot be captured exactly: {unfit}")
+        return followed
+
+    def _start(
+        self, request: Request, tags: dict[str, Any], prompt: Sequence[int] | TokenIds
+    ) -> OpenSample:
+        sample_id = tags.get(ID_TAG)
+        labels, mask = _tagged(tags, len(prompt))
+        rid = fit_id(request.rid)
+        named = isinstance(sample_id, str) and sample_id
+        sample = self._recorder.open(fit_id(str(sample_id)) if named else rid)
+        self._recorder.start(sample, rid, prompt, labels, mask, time.time())
+        return sample
+
+    def _end(self, f: _Followed, reason: str, detail: str) -> None:
+        if f.sample is None:
+            return
+        output = f.request.output
+        # The last generated token was sampled but never an input, so it has no state.
+        tokens = f.prompt_tokens + (max(len(output) - 1, 0) if self._all_rows else 0)
+        self._recorder.end(f.sample, reason, tokens, output, f.first_position, detail)
+
+
+def _tagged(tags: dict[str, Any], tokens: int) -> tuple[dict[str, Label], tuple[int, ...] | None]:
+    """Labels and loss mask that the caller sent; bad ones become a label that says so."""
+    if not tags:
+        return {}, None
+    try:
+        labels = check_labels(tags.get(LABELS_TAG) or {})
+        mask = tags.get(MASK_TAG)
+        if mask is not None and len(mask) > 2 * tokens + 2:
+            raise ProtocolError(f"a loss mask of {len(mask)} runs for {tokens} tokens")
+        return labels, None if mask is None else check_loss_mask(mask)
+    except (ProtocolError, TypeError) as e:
+        return {"hstransport_error": str(e)[:500]}, None
