@@ -35,10 +35,10 @@ _RETRY_PENDING_S = 0.05
 _RELEASE_S = 0.01
 _JOIN_S = 10.0
 
-Plan = Callable[[int, int], Sequence[RowSpan]]
-"""``plan(first, steps)``: whose rows were gathered, in the order of rows. Called once, on the
-exporter's thread. Of decode steps: the rows of step ``first``, of which ``steps`` follow each other
-in the record; of other passes it is called with (0, 1)."""
+Plan = Callable[[int], Sequence[RowSpan]]
+"""``plan(steps)``: whose rows were gathered, in the order of rows; of decode steps the first one's,
+of which ``steps`` follow each other, of other passes ``steps`` is 1. Called once, on the exporter's
+thread."""
 
 
 class DecodeRun:
@@ -61,11 +61,7 @@ class DecodeRun:
     @classmethod
     def of(cls, spans: Sequence[RowSpan]) -> DecodeRun:
         """A run whose rows are known; ``spans`` are those of its first step."""
-
-        def plan(first: int, steps: int) -> list[RowSpan]:
-            return [s._replace(position=s.position + first) for s in spans]
-
-        return cls(plan, spans[-1].row + 1)
+        return cls(lambda steps: spans, spans[-1].row + 1)
 
 
 class Exporter:
@@ -132,7 +128,7 @@ class Exporter:
 
     def rows(self, spans: Sequence[RowSpan], planes: Planes) -> None:
         """Export rows of one forward pass whose owners are known; see :meth:`forward`."""
-        self.forward(lambda first, steps: spans, spans[-1].row + spans[-1].rows, planes)
+        self.forward(lambda steps: spans, spans[-1].row + spans[-1].rows, planes)
 
     def forward(self, plan: Plan, rows: int, planes: Planes) -> None:
         """Export what ``plan`` will want of the first ``rows`` rows of a forward pass.
@@ -153,7 +149,8 @@ class Exporter:
         """Export the rows of one more decode step; of the planes see :meth:`forward`.
 
         Steps of a GPU are gathered on it, and posted together when there are enough of them, or
-        when anything else is exported.
+        when anything else is exported; the run is not open any more then. Steps of host memory, or
+        where the stage has no room, are posted one by one.
         """
         if not run.open:
             raise CaptureError("this run of decode steps has ended: begin another")
@@ -162,11 +159,10 @@ class Exporter:
             self._open_run(run, planes)
         elif run.stream != planes.stream:
             raise CaptureError("the server changed the stream of its decode steps in mid-run")
-        first = run.steps
         run.steps += 1
         if run._gathered is None:
-            self._run = None
-            self.forward(lambda _, steps: run.plan(first, steps), run.rows, planes)
+            self._run, run.open = None, False
+            self.forward(run.plan, run.rows, planes)
             return
         run._gathered.add(planes)
         if run.steps == run._limit:
@@ -250,7 +246,8 @@ class Exporter:
     def _open_run(self, run: DecodeRun, planes: Planes) -> None:
         self._run = run
         run.stream = planes.stream
-        run._limit = min(MAX_DECODE_STEPS, self._rows_per_record // run.rows)
+        # Half of what there is: the next run finds room while this one is on its way.
+        run._limit = min(MAX_DECODE_STEPS, self._rows_per_record // 2 // run.rows)
         if run._limit:
             run._gathered = self._copier.gather_steps(run.rows, planes, run._limit)
 
@@ -314,12 +311,12 @@ class Exporter:
     ) -> None:
         if self._failure is None:
             if plan is not None:
-                spans += plan(0, 1)
+                spans += plan(1)
             self.recorder.rows(_cut(spans, rows), 1, gathered)
 
     def _write_run(self, run: DecodeRun) -> None:
         if self._failure is None:
-            self.recorder.rows(run.plan(0, run.steps), run.steps, run._gathered)
+            self.recorder.rows(run.plan(run.steps), run.steps, run._gathered)
 
 
 def _cut(spans: Sequence[RowSpan], rows: RowRange) -> list[RowSpan]:

@@ -99,7 +99,7 @@ class Follower:
         thread may read it, and is to call :meth:`sweep` then."""
 
     def plan(
-        self, batch: Sequence[Any], step: Pass, over: Collection[int], first: int, steps: int
+        self, batch: Sequence[Any], step: Pass, over: Collection[int], steps: int
     ) -> list[RowSpan]:
         """Which rows of a pass belong to which sample; see exporter.Plan.
 
@@ -109,7 +109,7 @@ class Follower:
         row = 0
         for i, raw in enumerate(batch):
             count = step.counts[i]
-            position = None if step.positions is None else step.positions[i] + first
+            position = None if step.positions is None else step.positions[i]
             followed = self._followed.get(id(raw))
             # The overlap scheduler runs one more pass for a request that just ended.
             if followed is None and id(raw) not in over:

@@ -168,7 +168,7 @@ class Tap:
 
     @staticmethod
     def _name(work: Forward | DecodeRun) -> None:
-        work.plan(0, 1)
+        work.plan(1)
 
     def post(self, action: Callable[..., None], *args: Any) -> None:
         """Have the follower do something, behind all that came before."""

@@ -54,7 +54,7 @@ def read_all(reader, records, *, seconds=20.0):
     return got
 
 
-def open_pair(ring_dir, *, stage_rows=64, **options):
+def open_pair(ring_dir, *, stage_rows=512, **options):
     copier = DeviceCopier(0, stage_rows * ROW_BYTES)
     producer = Producer(ring_dir, copier=copier, **options)
     return producer, RingReader.attach(producer.place.path)
@@ -160,7 +160,7 @@ def decode(producer, run, steps, stream=0):
 
 @on_fake_cuda()
 def test_decode_steps_are_gathered_into_one_record(ring_dir):
-    producer, reader = open_pair(ring_dir, stage_rows=4 * MAX_DECODE_STEPS, ring_bytes=8 << 20)
+    producer, reader = open_pair(ring_dir, stage_rows=8 * MAX_DECODE_STEPS, ring_bytes=8 << 20)
     a, b, c = (producer.start(name, 4) for name in "abc")
     read_all(reader, 3)
     run = DecodeRun.of([RowSpan(a, 4, 0, 1), RowSpan(b, 9, 2, 1), RowSpan(c, 5, 3, 1)])
@@ -360,6 +360,73 @@ class Request:
         return FINISHED, ""
 
 
+@on_fake_cuda()
+def test_a_taps_decode_steps_run_on_while_the_batch_stays_the_same(ring_dir):
+    """With positions from the server, and with those that it keeps on its device."""
+    copier = DeviceCopier(0, 512 * ROW_BYTES)
+    producer = Producer(ring_dir, copier=copier, ring_bytes=4 << 20)
+    reader = RingReader.attach(producer.place.path)
+    tap = producer.tap()
+    a, b, c = Request("a", 3), Request("b", 5), Request("c", 2)
+    expected = {}
+
+    def take(work, rows):
+        states = producer.states(len(rows))
+        for k, (request, position) in enumerate(rows):
+            expected[request.rid, position] = states[:, k].copy()
+        tap.take(work, lambda: device_planes(states))
+
+    def decode(batch, positions, *, told=True, jump=0):
+        tokens = sum(positions) + len(positions) if told else None
+        run = tap.plan_decode(batch, tokens, lambda: positions if told else None)
+        take(run, list(zip(batch, positions, strict=True)))
+        return run
+
+    take(
+        tap.plan([a, b, c], Pass([0, 0, 0], [3, 5, 2])),
+        [(a, p) for p in range(3)] + [(b, p) for p in range(5)] + [(c, p) for p in range(2)],
+    )
+    first = decode([a, b], [3, 5])
+    batch = [a, b]
+    for step in range(1, 5):
+        assert decode(batch, [3 + step, 5 + step]) is first
+    batch.append(c)  # the server changes its own list
+    second = decode(batch, [8, 10, 2])
+    assert second is not first
+    for step in range(1, 40):  # more than one record takes
+        decode(batch, [8 + step, 10 + step, 2 + step], told=False)
+    assert not second.open
+    last = decode([c], [42])
+    assert decode([c], [60]) is not last, "its positions jumped"
+    c.output = tokens(60)
+    tap.post(tap.follower.finish, [c])
+    decode([a, b], [48, 50])
+    for request in (a, b):
+        request.output = tokens(47)
+    tap.post(tap.follower.finish, [a, b])
+    producer.exporter.flush()
+    producer.close()
+    names, found, order = {}, {}, []
+    while (record := reader.read()) is not None:
+        event = unpack_event(record.kind, record.meta)
+        if record.kind == ROWS:
+            states = record.payload.view(np.uint16).reshape(PLANES, event.rows, HIDDEN)
+            row = 0
+            for sid, position, n in event.segments:
+                for i in range(n):
+                    assert found.setdefault((names[sid], position + i), None) is None, "twice"
+                    found[names[sid], position + i] = states[:, row + i].copy()
+                row += n
+        elif record.kind == END:
+            order.append(names[event.sid])
+        else:
+            names[event.sid] = event.rid
+        record.release()
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[key], expected[key]) for key in expected)
+    assert order == ["c", "a", "b"]
+
+
 FAILING = (
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpy2DAsync_v2",
@@ -442,11 +509,13 @@ def test_a_server_killed_in_the_middle_of_copies_leaves_whole_records_only(ring_
         server = subprocess.Popen(
             [sys.executable, "-c", SERVER, str(ring_dir)], stdout=subprocess.PIPE, text=True
         )
-        for _ in range(100):
-            assert server.stdout.readline()
+        assert server.stdout.readline()
+        (path,) = (ring_dir / "s").glob("*.ring")
+        deadline = time.monotonic() + 60
+        while inspect_ring(path).committed < 5:
+            assert time.monotonic() < deadline and server.poll() is None
         server.send_signal(signal.SIGKILL)
         server.wait()
-        (path,) = (ring_dir / "s").glob("*.ring")
         with RingReader.attach(path) as reader:
             whole = 0
             while reader.cursor != reader.head:

@@ -123,11 +123,10 @@ def test_decode_steps_go_on_where_the_last_ended(server, told):
     """Also when the server keeps the positions on its device, and a batch changes in between."""
     a, b = Fake("a", [10, 11]), Fake("b", [20, 21, 22])
     server.run((a, 0, [10, 11]), (b, 0, [20, 21, 22]))
-    first = server.decode([a, b], [50, 60], [2, 3] if told else None)
-    assert server.decode([a, b], [51, 61], [3, 4] if told else None) is first
+    server.decode([a, b], [50, 60], [2, 3] if told else None)
+    server.decode([a, b], [51, 61], [3, 4] if told else None)
     server.run((b, 5, [62, 63]))  # something else comes in between
-    again = server.decode([b, a], [64, 52], [7, 4] if told else None)
-    assert again is not first
+    server.decode([b, a], [64, 52], [7, 4] if told else None)
     a.output, b.output = tokens(4, 50), tokens(6, 60)
     server.finish(a, b)
     (_, end_a, rows_a), (_, end_b, rows_b) = server.samples()
@@ -136,11 +135,11 @@ def test_decode_steps_go_on_where_the_last_ended(server, told):
     assert (end_a.tokens, end_b.tokens) == (5, 8)
 
 
-def test_positions_that_jump_begin_a_new_run_of_decode_steps(server):
+def test_positions_are_the_servers(server):
     a = Fake("a", [10, 11])
     server.run((a, 0, [10, 11]))
-    first = server.decode([a], [50], [2])
-    assert server.decode([a], [99], [7]) is not first
+    server.decode([a], [50], [2])
+    server.decode([a], [99], [7])
     server.finish(a)
     ((_, _, rows),) = server.samples()
     assert rows == {0: 10, 1: 11, 2: 50, 7: 99}

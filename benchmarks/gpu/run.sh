@@ -116,7 +116,7 @@ run_sanitize() {
     echo "compute-sanitizer $tool"
     timeout -k 10 "$((limit / 2))" compute-sanitizer --tool "$tool" --error-exitcode 9 \
       --target-processes all "$python" -m pytest -p no:cacheprovider -c "$root/pyproject.toml" \
-      -m gpu -k 'not long and not torn and not early and not error' "$root/tests/test_gpu_copier.py" || status=$?
+      -m gpu -k 'not long and not torn and not early and not error and not 40-' "$root/tests/test_gpu_copier.py" || status=$?
   done
   return "$status"
 }
