@@ -115,7 +115,7 @@ void bind_copier(nb::module_& m) {
       .def(
           "seal",
           [](Copier& copier, uintptr_t stream, const StageClaim& claim) {
-            copier.seal(as_stream(stream), claim);
+            return copier.seal(as_stream(stream), claim);
           },
           "stream"_a, "claim"_a)
       .def(
@@ -127,14 +127,12 @@ void bind_copier(nb::module_& m) {
             std::vector<Copier::Piece> all;
             all.reserve(pieces.size());
             for (const auto& [from, to, width] : pieces) all.push_back({from, to, width});
-            const uint64_t number =
-                copier.send(claim, record.slot, all, from_pitch, to_pitch, height);
+            copier.send(claim, record.slot, all, from_pitch, to_pitch, height);
             record.take();
-            return number;
           },
           "claim"_a, "record"_a, "pieces"_a, "from_pitch"_a, "to_pitch"_a, "height"_a)
       .def("drop", &Copier::drop, "claim"_a)
-      .def("completed", &Copier::completed)
+      .def("gathered", &Copier::gathered)
       .def("drain", &drain, "timeout_s"_a)
       .def("close",
            [](Copier& copier) {

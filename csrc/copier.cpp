@@ -199,16 +199,19 @@ Copier::Claim& Copier::unsent(const StageClaim& claim) {
   throw Error(Fault::kLease, "this claim was sent or dropped before");
 }
 
-void Copier::seal(Stream stream, const StageClaim& claim) {
+uint64_t Copier::seal(Stream stream, const StageClaim& claim) {
   check_open();
   Claim& mine = unsent(claim);
+  check(mine.sealed == nullptr, Fault::kLease, "this claim was sealed before");
   ContextScope scope(device_->context());
-  if (!mine.sealed) mine.sealed = take_event();
-  check_call(driver().event_record(mine.sealed, stream), "cuEventRecord");
+  const Event sealed = take_event();
+  check_call(driver().event_record(sealed, stream), "cuEventRecord");
+  mine.sealed = sealed;
+  return mine.number = ++sealed_;
 }
 
-uint64_t Copier::send(const StageClaim& claim, const Slot& slot, const std::vector<Piece>& pieces,
-                      uint64_t from_pitch, uint64_t to_pitch, uint64_t height) {
+void Copier::send(const StageClaim& claim, const Slot& slot, const std::vector<Piece>& pieces,
+                  uint64_t from_pitch, uint64_t to_pitch, uint64_t height) {
   check_open();
   check(pinned_ != nullptr, Fault::kLease, "the ring is not pinned: call pin() first");
   Claim& mine = unsent(claim);
@@ -254,23 +257,22 @@ uint64_t Copier::send(const StageClaim& claim, const Slot& slot, const std::vect
   check_call(
       d.write_value(stream_, pinned_->device_ptr(&map.record(slot.position)->ready), kCommitted, 0),
       "cuStreamWriteValue32");
-  return finish(mine);
+  finish(mine);
 }
 
-uint64_t Copier::drop(const StageClaim& claim) {
+void Copier::drop(const StageClaim& claim) {
   check_open();
   Claim& mine = unsent(claim);
   check(mine.sealed != nullptr, Fault::kLease, "this claim is not sealed");
   ContextScope scope(device_->context());
   check_call(driver().stream_wait(stream_, mine.sealed, 0), "cuStreamWaitEvent");
-  return finish(mine);
+  finish(mine);
 }
 
-uint64_t Copier::finish(Claim& claim) {
+void Copier::finish(Claim& claim) {
   const Event done = take_event();
   check_call(driver().event_record(done, stream_), "cuEventRecord");
   claim.done = done;
-  return claim.number = ++finished_;
 }
 
 Event Copier::take_event() {
@@ -293,17 +295,26 @@ void Copier::reap() {
     const Result result = driver().event_query(first.done);
     if (result == kNotReady) return;
     check_call(result, "cuEventQuery");
-    completed_ = std::max(completed_, first.number);
+    gathered_ = std::max(gathered_, first.number);
     events_.push_back(first.done);
     events_.push_back(first.sealed);
     claims_.pop_front();
   }
 }
 
-uint64_t Copier::completed() {
+uint64_t Copier::gathered() {
   check_open();
   reap();
-  return completed_;
+  if (claims_.empty()) return gathered_;
+  ContextScope scope(device_->context());
+  for (const Claim& claim : claims_) {
+    if (!claim.sealed) break;
+    const Result result = driver().event_query(claim.sealed);
+    if (result == kNotReady) break;
+    check_call(result, "cuEventQuery");
+    gathered_ = claim.number;
+  }
+  return gathered_;
 }
 
 bool Copier::drain(std::chrono::steady_clock::time_point deadline) {

@@ -71,24 +71,24 @@ class Copier {
   // Copies rows into the claim, which then holds planes of plane_rows rows each.
   void gather(cuda::Stream stream, const StageClaim& claim, const DevicePlanes& source,
               const GatherRun* runs, size_t count, uint64_t plane_rows);
-  // All that the claim is to hold has been given to `stream`.
-  void seal(cuda::Stream stream, const StageClaim& claim);
+  // All that the claim is to hold has been given to `stream`. Returns a number, from 1: once it is
+  // gathered(), the sources are free.
+  uint64_t seal(cuda::Stream stream, const StageClaim& claim);
   // Copies pieces of the claim into the record and commits it, both behind what the stream had been
   // given when the claim was sealed. Each piece is `height` times `width` bytes, `from_pitch` apart
-  // in the claim and `to_pitch` in the record; together they are the whole payload. Returns a
-  // number, from 1: when it is completed(), the copy has ended and the sources are free.
+  // in the claim and `to_pitch` in the record; together they are the whole payload.
   struct Piece {
     uint64_t from;
     uint64_t to;
     uint64_t width;
   };
-  uint64_t send(const StageClaim& claim, const Slot& slot, const std::vector<Piece>& pieces,
-                uint64_t from_pitch, uint64_t to_pitch, uint64_t height);
-  // Gives a sealed claim back unsent; the number says when its gather has ended.
-  uint64_t drop(const StageClaim& claim);
+  void send(const StageClaim& claim, const Slot& slot, const std::vector<Piece>& pieces,
+            uint64_t from_pitch, uint64_t to_pitch, uint64_t height);
+  // Gives a sealed claim back unsent.
+  void drop(const StageClaim& claim);
 
-  // The highest number that is over, and all before it.
-  uint64_t completed();
+  // The highest sealed claim of which all has been gathered, and of all before it.
+  uint64_t gathered();
   // Waits for all copies, at most until `deadline`; false when some have not ended by then.
   bool drain(std::chrono::steady_clock::time_point deadline);
   // Gives everything back. Call drain() before: what a copy still under way uses is never freed.
@@ -101,8 +101,8 @@ class Copier {
 
  private:
   struct Claim {
-    uint64_t begin;  // of its part of the stage
-    uint64_t number = 0;
+    uint64_t begin;       // of its part of the stage
+    uint64_t number = 0;  // when it is sealed
     cuda::Event sealed = nullptr;
     cuda::Event done = nullptr;  // once sent or dropped
   };
@@ -113,7 +113,7 @@ class Copier {
   void launch(cuda::Stream stream, GatherArguments& a);
   cuda::Event take_event();
   Claim& unsent(const StageClaim& claim);
-  uint64_t finish(Claim& claim);
+  void finish(Claim& claim);
   void reap();
 
   std::shared_ptr<cuda::Device> device_;
@@ -126,8 +126,8 @@ class Copier {
   unsigned blocks_ = 0;
   std::unique_ptr<Pinned> pinned_;
   uint64_t head_ = 0;
-  uint64_t finished_ = 0;
-  uint64_t completed_ = 0;
+  uint64_t sealed_ = 0;
+  uint64_t gathered_ = 0;
   std::deque<Claim> claims_;
   std::vector<cuda::Event> events_;  // spare ones
   const int pid_;

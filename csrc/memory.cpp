@@ -12,6 +12,7 @@
 #include <condition_variable>
 #include <cstdio>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -145,23 +146,34 @@ void populate(int fd, const std::string& path, uint8_t* base, uint64_t bytes,
   unsigned running = static_cast<unsigned>(
       std::min<uint64_t>({steps, kMaxThreads, std::max(1u, std::thread::hardware_concurrency())}));
   std::vector<std::thread> threads;
-  for (unsigned i = running; i > 0; --i) {
-    threads.emplace_back([&] {
-      try {
-        for (uint64_t at; (at = next.fetch_add(kStep)) < bytes;) {
-          const uint64_t step = std::min(kStep, bytes - at);
-          populate_step(fd, path, base, at, step);
-          done += step;
-        }
-      } catch (...) {
-        next = bytes;  // the others stop as well
-        std::lock_guard<std::mutex> hold(mutex);
-        failure = std::current_exception();
+  const auto work = [&] {
+    try {
+      for (uint64_t at; (at = next.fetch_add(kStep)) < bytes;) {
+        const uint64_t step = std::min(kStep, bytes - at);
+        populate_step(fd, path, base, at, step);
+        done += step;
       }
+    } catch (...) {
+      next = bytes;  // the others stop as well
       std::lock_guard<std::mutex> hold(mutex);
-      --running;
-      ended.notify_one();
-    });
+      failure = std::current_exception();
+    }
+    std::lock_guard<std::mutex> hold(mutex);
+    --running;
+    ended.notify_one();
+  };
+  for (unsigned wanted = running; threads.size() < wanted;) {
+    try {
+      threads.emplace_back(work);
+    } catch (const std::system_error&) {  // a limit on threads: those that there are do it
+      const std::lock_guard<std::mutex> hold(mutex);
+      running -= wanted - static_cast<unsigned>(threads.size());
+      break;
+    }
+  }
+  if (threads.empty()) {
+    running = 1;
+    work();
   }
   std::unique_lock<std::mutex> hold(mutex);
   std::exception_ptr interrupted;

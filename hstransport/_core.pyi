@@ -204,7 +204,8 @@ class Copier:
         plane_rows: int,
     ) -> None:
         """``runs``: (source row, rows, target row, target step)."""
-    def seal(self, stream: int, claim: StageClaim) -> None: ...
+    def seal(self, stream: int, claim: StageClaim) -> int:
+        """A number; the sources are free once it is gathered()."""
     def send(
         self,
         claim: StageClaim,
@@ -213,13 +214,10 @@ class Copier:
         from_pitch: int,
         to_pitch: int,
         height: int,
-    ) -> int:
-        """A number; the device commits the record. The sources are free when it is completed().
-
-        ``pieces``: (offset in the claim, offset in the payload, width).
-        """
-    def drop(self, claim: StageClaim) -> int: ...
-    def completed(self) -> int: ...
+    ) -> None:
+        """The device commits the record. ``pieces``: (offset in claim, in record, width)."""
+    def drop(self, claim: StageClaim) -> None: ...
+    def gathered(self) -> int: ...
     def drain(self, timeout_s: float) -> bool: ...
     def close(self) -> None: ...
     @property

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from . import _core
 from .capture import Planes
-from .errors import CudaError
+from .errors import CudaError, HsTransportError
 from .ring import Reservation, RingWriter
 
 logger = logging.getLogger(__name__)
@@ -168,8 +168,8 @@ class DeviceCopier:
         if claim is None:
             return None
         core.gather(stream, claim, native, [(rows.row, rows.rows, 0, 1)], rows.rows)
-        core.seal(stream, claim)
-        return _DeviceRows(self, claim, rows.rows, planes)
+        self.hold(core.seal(stream, claim), planes)
+        return _DeviceRows(core, claim, rows.rows, native.count, native.row_bytes)
 
     def gather_steps(self, rows: int, planes: Planes, steps: int) -> Steps | None:
         native = planes.native or self.native(planes)
@@ -189,12 +189,12 @@ class DeviceCopier:
         return planes.native
 
     def hold(self, number: int, sources: Any) -> None:
-        """Keep sources until ``number`` is over."""
+        """Keep sources until what was sealed under ``number`` is gathered."""
         self._held.append((number, sources))
 
     def release(self) -> bool:
         if self._held:
-            done = self.core.completed()
+            done = self.core.gathered()
             while self._held and self._held[0][0] <= done:
                 self._held.popleft()
         return bool(self._held)
@@ -207,33 +207,35 @@ class DeviceCopier:
                     "left to the end of the process",
                     DRAIN_S,
                 )
-        except CudaError as e:  # whoever met it first has reported it
+                return  # and so are the sources
+            self._held.clear()
+        except HsTransportError as e:  # whoever met it first has reported it
             logger.debug("hstransport: the last copies were lost: %s", e)
         finally:
             self.core.close()
-            self._held.clear()
 
 
 class _DeviceRows(NamedTuple):
     """In the stage: ``[planes, rows, hidden]``."""
 
-    copier: DeviceCopier
+    core: _core.Copier
     claim: _core.StageClaim
     rows: int
-    planes: Planes
+    planes: int
+    row_bytes: int
 
     def fill(self, record: Reservation, ranges: Sequence[RowRange]) -> None:
-        count, width = self.planes.native.count, self.planes.native.row_bytes
+        width = self.row_bytes
         kept = sum(r.rows for r in ranges)
+        whole = self.planes * kept * width
         if kept == self.rows:  # one long piece
-            layout = [(0, 0, count * kept * width)], count * kept * width, count * kept * width, 1
+            self.core.send(self.claim, record, [(0, 0, whole)], whole, whole, 1)
         else:
-            layout = _pieces(ranges, width, width), self.rows * width, kept * width, count
-        number = self.copier.core.send(self.claim, record, *layout)
-        self.copier.hold(number, self.planes)
+            pieces = _pieces(ranges, width, width)
+            self.core.send(self.claim, record, pieces, self.rows * width, kept * width, self.planes)
 
     def drop(self) -> None:
-        self.copier.hold(self.copier.core.drop(self.claim), self.planes)
+        self.core.drop(self.claim)
 
 
 class _DeviceSteps:
@@ -262,7 +264,8 @@ class _DeviceSteps:
         self._steps += 1
 
     def seal(self) -> None:
-        self._copier.core.seal(self._stream, self._claim)
+        sources, self._sources = self._sources, []
+        self._copier.hold(self._copier.core.seal(self._stream, self._claim), sources)
 
     def fill(self, record: Reservation, ranges: Sequence[RowRange]) -> None:
         # Of each row the record takes the steps that there were, in the stage there is room for
@@ -278,11 +281,10 @@ class _DeviceSteps:
             single = [RowRange(r.row + i, 1) for r in ranges for i in range(r.rows)]
             pieces = _pieces(single, pitch, width)
             layout = pieces, self._rows * pitch, kept * width, self._count
-        number = self._copier.core.send(self._claim, record, *layout)
-        self._copier.hold(number, self._sources)
+        self._copier.core.send(self._claim, record, *layout)
 
     def drop(self) -> None:
-        self._copier.hold(self._copier.core.drop(self._claim), self._sources)
+        self._copier.core.drop(self._claim)
 
 
 def _pieces(ranges: Iterable[RowRange], pitch: int, width: int) -> list[tuple[int, int, int]]:

@@ -8,6 +8,7 @@ costs the server's thread tens of microseconds would cost it hundreds with the r
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -69,7 +70,8 @@ class Exporter:
 
     What :meth:`start`, :meth:`rows`, :meth:`step`, :meth:`end` and :meth:`post` ask for is done
     after the next :meth:`submit`, in that order. An error of the exporter's thread ends the export:
-    it is given to ``on_failure`` on that thread, and raised by every later submit.
+    no more rows are kept, it is given to ``on_failure`` on that thread, after whatever was handed
+    over until then and after all that comes later, and every later submit raises it.
 
     ``copier`` takes the states out of their memory (default: out of host memory); it is closed
     here. ``policy`` is ``"block"`` (wait for room in the ring up to ``block_s``, then drop; after
@@ -205,11 +207,15 @@ class Exporter:
             raise self._failure
 
     def abandon(self) -> None:
-        """After an error of the caller's: gathered decode steps are given up, nothing is asked of
-        the GPU any more. What is posted is still done."""
+        """After an error of the caller's: gathered decode steps are given up, and no more come.
+        What is posted is still done."""
         run, self._run = self._run, None
         if run is not None:
             run.open = False
+            if run._gathered is not None:
+                with contextlib.suppress(HsTransportError):  # of a GPU that is lost
+                    run._gathered.seal()
+                    self._posted.append((run._gathered.drop, ()))
 
     def close(self) -> None:
         """End the run; the ring stays for a consumer unless all of it is free. Idempotent."""
@@ -290,6 +296,8 @@ class Exporter:
         """Do what was posted; how long to wait for more before looking again, None: for ever."""
         for action, args in posted:
             self._guarded(action, *args)
+        if self._failure is not None and self.on_failure is not None:
+            self.on_failure(self._failure)
         done = self._guarded(self.recorder.flush_pending)
         self._guarded(self.recorder.announce)
         if self._failure is None and self._guarded(self._copier.release):
@@ -300,23 +308,26 @@ class Exporter:
         try:
             return action(*args)
         except Exception as e:
-            if self._failure is None:
-                self._failure = e
-                if self.on_failure is not None:
-                    self.on_failure(e)
+            self._failure = self._failure or e
             return None
 
     def _write_part(
         self, plan: Plan | None, spans: list[RowSpan], rows: RowRange, gathered: Rows | None
     ) -> None:
-        if self._failure is None:
-            if plan is not None:
-                spans += plan(1)
-            self.recorder.rows(_cut(spans, rows), 1, gathered)
+        if plan is not None:
+            spans += plan(1)
+        self._record(_cut(spans, rows), 1, gathered)
 
     def _write_run(self, run: DecodeRun) -> None:
+        self._record(run.plan(run.steps), run.steps, run._gathered)
+
+    def _record(self, spans: Sequence[RowSpan], steps: int, gathered: Rows | None) -> None:
         if self._failure is None:
-            self.recorder.rows(run.plan(run.steps), run.steps, run._gathered)
+            self.recorder.rows(spans, steps, gathered)
+        else:  # the samples have begun, and will end; their rows are not kept
+            self.recorder.drop(spans, steps, "capture stopped")
+            if gathered is not None:
+                gathered.drop()
 
 
 def _cut(spans: Sequence[RowSpan], rows: RowRange) -> list[RowSpan]:

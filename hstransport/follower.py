@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from .errors import CaptureError, ProtocolError
@@ -62,6 +63,15 @@ class Pass(NamedTuple):
     """How many rows it computes."""
 
 
+class Noted(NamedTuple):
+    """What was true of a batch's requests when its pass began and may not be true any more."""
+
+    over: Collection[int] = ()
+    """Identities of those that were over."""
+    unfit: Mapping[int, str] = MappingProxyType({})
+    """Why states do not follow from a request's token ids, by its identity."""
+
+
 @dataclass(slots=True)
 class _Followed:
     """A request seen in a forward pass."""
@@ -94,16 +104,11 @@ class Follower:
         self._tagged_only = tagged_only
         # By the identity of the server's own request object: two may carry the same request id.
         self._followed: dict[int, _Followed] = {}
-        self.strays = False
-        """Whether a followed request is over or retracted, as far as was looked: the server's
-        thread may read it, and is to call :meth:`sweep` then."""
 
-    def plan(
-        self, batch: Sequence[Any], step: Pass, over: Collection[int], steps: int
-    ) -> list[RowSpan]:
+    def plan(self, batch: Sequence[Any], step: Pass, noted: Noted, steps: int) -> list[RowSpan]:
         """Which rows of a pass belong to which sample; see exporter.Plan.
 
-        ``batch``: its requests. ``over``: identities of those that were over when the pass began.
+        ``batch``: its requests, of which ``noted`` was true when the pass began.
         """
         spans = []
         row = 0
@@ -112,8 +117,8 @@ class Follower:
             position = None if step.positions is None else step.positions[i]
             followed = self._followed.get(id(raw))
             # The overlap scheduler runs one more pass for a request that just ended.
-            if followed is None and id(raw) not in over:
-                followed = self._follow(raw, position)
+            if followed is None and id(raw) not in noted.over:
+                followed = self._follow(raw, position, noted.unfit.get(id(raw), ""))
             if followed is not None and followed.sample is not None:
                 at = followed.next_position if position is None else position
                 followed.next_position = at + count * steps
@@ -121,25 +126,29 @@ class Follower:
                 if keep > 0:
                     spans.append(RowSpan(followed.sample, at, row, keep))
             row += count
-        self._look()
         return spans
 
     def finish(self, raws: Iterable[Any]) -> None:
-        """End the samples of requests that are over."""
+        """End the samples of requests that are over, or gone without a trace."""
         for raw in raws:
             followed = self._followed.pop(id(raw), None)
             if followed is not None:
                 self._end(followed, *followed.request.reason())
-        self._look()
 
-    def sweep(self, gone: Collection[int] = ()) -> None:
-        """End the samples of all requests that are over; those of ``gone`` ended without a trace,
-        by their identities."""
-        self.finish([f.raw for k, f in self._followed.items() if f.request.over or k in gone])
+    # The server's thread may ask; what it is told may be late by what it has posted itself. It
+    # must ask before it posts: what is true by the time of a posted action may not have been.
+
+    @property
+    def count(self) -> int:
+        """Followed requests."""
+        return len(self._followed)
+
+    def over(self) -> list[Any]:
+        """Followed requests that are over."""
+        return [f.raw for f in list(self._followed.values()) if f.request.over]
 
     def retracted(self) -> list[Any]:
-        """Followed requests that the server has taken back to compute again, and may have given
-        up. May be called on the server's thread."""
+        """Followed requests that the server has taken back to compute again, or given up since."""
         return [f.raw for f in list(self._followed.values()) if f.request.retracted]
 
     def give_up(self, batch: Sequence[Any], why: str) -> None:
@@ -160,10 +169,7 @@ class Follower:
                 logger.exception("hstransport: a sample cannot be ended")
         self._followed.clear()
 
-    def _look(self) -> None:
-        self.strays = any(f.request.over or f.request.retracted for f in self._followed.values())
-
-    def _follow(self, raw: Any, position: int | None) -> _Followed:
+    def _follow(self, raw: Any, position: int | None, unfit: str) -> _Followed:
         """The request's entry, made on its first pass."""
         request = self._adapt(raw)
         tags = request.tags
@@ -179,7 +185,7 @@ class Follower:
         sample = self._start(request, tags, prompt)
         followed = _Followed(raw, request, sample, len(prompt), position, position)
         self._followed[id(raw)] = followed
-        unfit = request.unfit()
+        unfit = unfit or request.unfit()
         if unfit:
             self.give_up([raw], f"cannot be captured exactly: {unfit}")
         return followed

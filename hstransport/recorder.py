@@ -142,7 +142,7 @@ class Recorder:
         gathered.fill(slot, row_ranges(worth))
         self._tell(ROWS, _place(slot), meta)
 
-    def drop(self, spans: Sequence[RowSpan], steps: int = 1) -> None:
+    def drop(self, spans: Sequence[RowSpan], steps: int = 1, why: str = "the ring is full") -> None:
         """Count rows that will not be kept."""
         for span in spans:
             if span.sample.lost:
@@ -151,7 +151,7 @@ class Recorder:
             self.ring.record_drop(rows * self._info.row_bytes)
             span.sample.dropped += rows
             self._rows_dropped += rows
-            self._complain("the ring is full")
+            self._complain(why)
 
     def end(
         self,

@@ -25,7 +25,7 @@ from .channel import Publisher
 from .copyout import Copier, DeviceCopier, HostCopier
 from .errors import CaptureError, ConfigError, HsTransportError
 from .exporter import DecodeRun, Exporter
-from .follower import ID_TAG, Follower, Pass
+from .follower import ID_TAG, Follower, Noted, Pass
 from .layers import enable_capture
 from .protocol import (
     ABORTED,
@@ -48,6 +48,8 @@ _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 _SOURCES = ("disk", "distributed", "tensor", "ipc")
 _LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor"
 _PROGRESS_EVERY_S = 5.0
+_IMAGES = "the request has multimodal_inputs"
+_LOOK_EVERY = 32  # results
 
 # Modes in which rows, positions or requests would not be what they seem. What is not proven right
 # is refused by name: (server argument, value at which it is harmless, what to do).
@@ -133,6 +135,7 @@ class Plugin:
         # the rest of the graph from using their memory for something else.
         self._graphs: dict[int, tuple[Any, Any] | Planes | None] = {}
         self._keeps_graphs = False
+        self._results = 0
 
     # Each hook has AROUND's signature: the original, then the original's own arguments.
 
@@ -219,7 +222,7 @@ class Plugin:
                 return None if lengths is None else [n - 1 for n in lengths.tolist()]
 
             tokens = getattr(forward_batch, "seq_lens_sum", None)
-            return tap.plan_decode(reqs, tokens, positions, lambda: _over(reqs))
+            return tap.plan_decode(reqs, tokens, positions, lambda: _note(reqs))
         if mode.is_idle():
             return None
         if mode.is_extend() and not mode.is_target_verify():
@@ -229,7 +232,7 @@ class Plugin:
             if not self._same_size(tap, reqs, forward_batch, len(counts)):
                 return None
             step = Pass(list(forward_batch.extend_prefix_lens_cpu), counts)
-            return tap.plan(reqs, step, _over(reqs))
+            return tap.plan(reqs, step, _note(reqs))
         raise CaptureError(f"forward mode {mode} is not one whose rows are understood")
 
     def _wanted(self, reqs: list[Any]) -> bool:
@@ -316,17 +319,21 @@ class Plugin:
 
     def _sweep(self, tap: Tap, scheduler: Any, batch: Any) -> None:
         over = [req for req in batch.reqs if req.finished_reason is not None]
+        self._results += 1
+        if tap.follower.count != len(batch.reqs) or self._results % _LOOK_EVERY == 0:
+            # Requests may have ended outside any batch. A retracted one waits to be computed again;
+            # if it does not wait, the server gave it up (out of memory, queue full, timed out),
+            # which sets no finish reason.
+            waiting = {id(req) for req in scheduler.waiting_queue}
+            over += tap.follower.over()
+            over += [req for req in tap.follower.retracted() if id(req) not in waiting]
         if over:
             tap.post(tap.follower.finish, over)
-        if tap.follower.strays:
-            # A retracted request waits to be computed again. One that does not wait was given up
-            # by the server (out of memory, queue full, timed out), which sets no finish reason.
-            gone = {id(req) for req in tap.follower.retracted()}
-            tap.post(tap.follower.sweep, gone - {id(req) for req in scheduler.waiting_queue})
 
     def update_weights(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self._tap is not None:
-            self._tap.stop("the model's weights were updated; restart the server to capture it")
+            why = "the model's weights were updated; restart the server to capture it"
+            self._tap.stop(why, wait_s=10.0)  # to unpin memory must not meet a new graph capture
         return original(*args, **kwargs)
 
     def abort_request(self, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -337,9 +344,9 @@ class Plugin:
         result = original(scheduler, *args, **kwargs)
         # Those that left the queue are over, though SGLang sets no finish reason in them.
         left = {id(req) for req in scheduler.waiting_queue}
-        gone = {id(req) for req in waiting} - left
+        gone = [req for req in waiting if id(req) not in left]
         if gone:
-            tap.guarded(tap.post, tap.follower.sweep, gone)
+            tap.guarded(tap.post, tap.follower.finish, gone)
         return result
 
 
@@ -384,7 +391,7 @@ class _Request:
 
     def unfit(self) -> str:
         """Why this request's states do not follow from its token ids; empty when they do."""
-        for name in ("input_embeds", "positional_embed_overrides", "multimodal_inputs", "lora_id"):
+        for name in ("input_embeds", "positional_embed_overrides", "lora_id"):
             if getattr(self._req, name, None) is not None:
                 return f"the request has {name}"
         if getattr(self._req, "beam_group", None) is not None:
@@ -400,8 +407,11 @@ class _Request:
         return reason, str(said.get("message") or "") if reason == ABORTED else ""
 
 
-def _over(reqs: list[Any]) -> set[int]:
-    return {id(req) for req in reqs if req.finished_reason is not None}
+def _note(reqs: list[Any]) -> Noted:
+    over = {id(req) for req in reqs if req.finished_reason is not None}
+    # SGLang lets go of them when the request ends.
+    images = {id(req): _IMAGES for req in reqs if req.multimodal_inputs is not None}
+    return Noted(over, images)
 
 
 def _resolve(target: str) -> Any:

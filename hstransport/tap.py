@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from .capture import Planes, planes, split_packed
 from .errors import CaptureError
 from .exporter import DecodeRun, Exporter, Plan
-from .follower import Follower, Pass
+from .follower import Follower, Noted, Pass
 from .protocol import SessionInfo
 
 logger = logging.getLogger(__name__)
@@ -47,13 +47,14 @@ class Tap:
         self._exporter = exporter
         self._decode: _Batch | None = None
         self._stopped = False
-        self._closed = False
+        self._closing: threading.Thread | None = None
+        self._lock = threading.Lock()  # one thread at a time calls the exporter
+        self._reporting = threading.Lock()
         exporter.on_failure = self._failed
 
     def guarded(self, step: Callable[..., Any], *args: Any) -> Any:
         """Run a step of capture; an error ends capture, never serving."""
         if self._stopped:
-            self._close()
             return None
         try:
             return step(*args)
@@ -61,60 +62,61 @@ class Tap:
             self.stop(str(e), e)
             return None
 
-    def stop(self, why: str, error: Exception | None = None) -> None:
-        """End capture for good; all open samples end as aborted, and serving goes on."""
-        if not self._stopped:
-            self._report(why, error)
-            if error is not None:
-                self._exporter.abandon()
-            try:
-                self._exporter.post(self.follower.end_all, f"capture stopped: {why}")
-                self._exporter.submit()
-            except Exception:  # whatever is broken must not reach the server's thread
-                logger.debug("hstransport: while stopping", exc_info=True)
-        self._close()
+    def stop(self, why: str, error: Exception | None = None, wait_s: float = 0.0) -> None:
+        """End capture for good; all open samples end as aborted, and serving goes on.
+
+        The ring is closed beside serving; ``wait_s``: how long to wait for that.
+        """
+        with self._lock:
+            if self._report(why, error):
+                try:
+                    self._exporter.post(self.follower.end_all, f"capture stopped: {why}")
+                    self._exporter.submit()
+                except Exception:  # whatever is broken must not reach the server's thread
+                    logger.debug("hstransport: while stopping", exc_info=True)
+        if self._closing is not None:
+            self._closing.join(wait_s)
 
     def _failed(self, error: Exception) -> None:
         """The exporter's thread met an error; it says so itself, on that thread."""
-        if not self._stopped:
-            self._report(str(error), error)
-            self.follower.end_all(f"capture stopped: {error}")
+        self._report(str(error), error)
+        self.follower.end_all(f"capture stopped: {error}")
 
-    def _report(self, why: str, error: Exception | None) -> None:
-        self._stopped = True
-        logger.error("hstransport: capture stopped, serving goes on: %s", why, exc_info=error)
+    def _report(self, why: str, error: Exception | None) -> bool:
+        """Whether this is the first that is heard of an end."""
+        with self._reporting:
+            if self._stopped:
+                return False
+            self._stopped = True
+            logger.error("hstransport: capture stopped, serving goes on: %s", why, exc_info=error)
+            # Beside serving: it waits for copies, and perhaps for room in the ring.
+            self._closing = threading.Thread(target=self._close, name="hstransport-close")
+            self._closing.start()
+            return True
 
     def _close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            # Beside serving: it waits for copies, and perhaps for room in the ring.
-            threading.Thread(target=self._close_exporter, name="hstransport-close").start()
+        with self._lock:  # the server's thread is not in the middle of anything
+            try:
+                self._exporter.close()
+            except Exception:
+                logger.exception("hstransport: the ring cannot be closed in order")
 
-    def _close_exporter(self) -> None:
-        try:
-            self._exporter.close()
-        except Exception:
-            logger.exception("hstransport: the ring cannot be closed in order")
-
-    def plan(self, batch: Sequence[Any], step: Pass, over: Collection[int] = ()) -> Forward:
-        """A coming pass over ``batch``, the server's requests in the order of their rows.
-
-        ``over``: identities of requests that are over already.
-        """
+    def plan(self, batch: Sequence[Any], step: Pass, noted: Noted) -> Forward:
+        """A coming pass over ``batch``, the server's requests in the order of their rows."""
         self._decode = None
-        return Forward(partial(self.follower.plan, list(batch), step, over), sum(step.counts))
+        return Forward(partial(self.follower.plan, list(batch), step, noted), sum(step.counts))
 
     def plan_decode(
         self,
         batch: Sequence[Any],
         tokens: int | None,
         positions: Callable[[], list[int] | None],
-        over: Callable[[], Collection[int]] = frozenset,
+        noted: Callable[[], Noted],
     ) -> DecodeRun:
         """The same for a decode step: one row for each request of the batch, in its order.
 
         ``tokens``: sum of the sequences' lengths, None when the server does not say. ``positions``
-        of the rows (None when the server keeps them on the device) and ``over`` are asked for only
+        of the rows (None when the server keeps them on the device) and ``noted`` are asked for only
         when the batch has changed: while it stays the same a step costs next to nothing here.
         """
         last = self._decode
@@ -124,7 +126,7 @@ class Tap:
                 return last.run
         requests = list(batch)
         step = Pass(positions(), [1] * len(requests))
-        run = DecodeRun(partial(self.follower.plan, requests, step, over()), len(requests))
+        run = DecodeRun(partial(self.follower.plan, requests, step, noted()), len(requests))
         self._decode = _Batch(requests, run, tokens)
         return run
 
@@ -152,19 +154,22 @@ class Tap:
     def take(self, work: Forward | DecodeRun, states: Callable[[], Planes]) -> None:
         """Gather the rows of the pass that :meth:`plan` or :meth:`plan_decode` was told of."""
         exporter = self._exporter
-        try:
-            planes = states()
-            if planes.rows < work.rows:
-                raise CaptureError(f"a plane has {planes.rows} rows, the batch has {work.rows}")
-            if isinstance(work, DecodeRun):
-                exporter.step(work, planes)
-            else:
-                exporter.forward(work.plan, work.rows, planes)
-        except Exception:
-            exporter.abandon()
-            exporter.post(self._name, work)  # so that the samples that end here have begun
-            raise
-        exporter.submit()
+        with self._lock:
+            if self._stopped:
+                return
+            try:
+                planes = states()
+                if planes.rows < work.rows:
+                    raise CaptureError(f"a plane has {planes.rows} rows, the batch has {work.rows}")
+                if isinstance(work, DecodeRun):
+                    exporter.step(work, planes)
+                else:
+                    exporter.forward(work.plan, work.rows, planes)
+            except Exception:
+                exporter.abandon()
+                exporter.post(self._name, work)  # so that the samples that end here have begun
+                raise
+            exporter.submit()
 
     @staticmethod
     def _name(work: Forward | DecodeRun) -> None:
@@ -172,5 +177,7 @@ class Tap:
 
     def post(self, action: Callable[..., None], *args: Any) -> None:
         """Have the follower do something, behind all that came before."""
-        self._exporter.post(action, *args)
-        self._exporter.submit()
+        with self._lock:
+            if not self._stopped:
+                self._exporter.post(action, *args)
+                self._exporter.submit()

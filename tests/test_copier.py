@@ -22,7 +22,7 @@ from hstransport.capture import plane, planes
 from hstransport.copyout import DeviceCopier
 from hstransport.errors import CaptureError, ConfigError, CudaError, LeaseError
 from hstransport.exporter import MAX_DECODE_STEPS, DecodeRun
-from hstransport.follower import Pass
+from hstransport.follower import Noted, Pass
 from hstransport.protocol import END, FINISHED, ROWS, unpack_event
 from hstransport.recorder import RowSpan
 from hstransport.ring import RingReader, inspect_ring
@@ -246,6 +246,56 @@ def test_sources_are_held_until_they_are_copied(ring_dir):
     producer.close()
 
 
+@on_fake_cuda(FAKE_CUDA_DELAY_US=20_000)
+def test_sources_of_decode_steps_are_held_until_they_are_gathered(ring_dir):
+    producer, reader = open_pair(ring_dir, ring_bytes=4 << 20)
+    sample = producer.start("a", 4)
+    run = DecodeRun.of([RowSpan(sample, 4, 0, 1)])
+    expected, alive = [], []
+    for _ in range(3):
+        states = producer.states(1)
+        expected.append(states.copy())
+        arrays = [FakeArray(p) for p in states]
+        alive.append(weakref.ref(arrays[0]))
+        producer.step(run, planes(arrays, HIDDEN))
+        del arrays, states
+    producer.end(sample, 7, 4)
+    gc.collect()
+    assert all(ref() is not None for ref in alive)
+    got = read_all(reader, 3)[1][1]
+    assert np.array_equal(got, np.concatenate(expected, axis=1))
+    deadline = time.monotonic() + 5
+    while any(ref() is not None for ref in alive):
+        assert time.monotonic() < deadline, "the sources were never let go"
+        time.sleep(0.01)
+    producer.close()
+
+
+@on_fake_cuda(FAKE_CUDA_LOG="registered")
+def test_a_stop_in_the_middle_of_a_run_gives_everything_back(ring_dir):
+    os.chdir(ring_dir)
+    producer, reader = open_pair(ring_dir, ring_bytes=4 << 20)
+    tap = producer.tap()
+    a = Request("a", 4)
+    tap.guarded(
+        tap.take, tap.plan([a], Pass([0], [4]), Noted()), lambda: device_planes(producer.states(4))
+    )
+    run = tap.plan_decode([a], None, lambda: [4], Noted)
+    tap.guarded(tap.take, run, lambda: device_planes(producer.states(1)))
+
+    def broken():
+        raise CaptureError("several decode graphs of batch size 1")
+
+    tap.guarded(tap.take, tap.plan_decode([a], None, lambda: [5], Noted), broken)
+    deadline = time.monotonic() + 10
+    while not reader.closed:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert Path("registered").read_text().split()[::2] == ["register", "unregister"]
+    ends = [e for e, _ in read_all(reader, 3) if hasattr(e, "reason")]
+    assert [(e.reason, "several decode graphs" in e.detail) for e in ends] == [("aborted", True)]
+
+
 @on_fake_cuda(FAKE_CUDA_DELAY_US=20_000, FAKE_CUDA_LOG="registered")
 def test_an_orderly_end_waits_for_copies_and_unpins_before_it_unmaps(ring_dir):
     os.chdir(ring_dir)
@@ -378,12 +428,12 @@ def test_a_taps_decode_steps_run_on_while_the_batch_stays_the_same(ring_dir):
 
     def decode(batch, positions, *, told=True, jump=0):
         tokens = sum(positions) + len(positions) if told else None
-        run = tap.plan_decode(batch, tokens, lambda: positions if told else None)
+        run = tap.plan_decode(batch, tokens, lambda: positions if told else None, Noted)
         take(run, list(zip(batch, positions, strict=True)))
         return run
 
     take(
-        tap.plan([a, b, c], Pass([0, 0, 0], [3, 5, 2])),
+        tap.plan([a, b, c], Pass([0, 0, 0], [3, 5, 2]), Noted()),
         [(a, p) for p in range(3)] + [(b, p) for p in range(5)] + [(c, p) for p in range(2)],
     )
     first = decode([a, b], [3, 5])
@@ -450,9 +500,9 @@ def an_error_ends_capture_once(ring_dir):
     for step in range(12):
         states = producer.states(16)
         if step % 2 == 0:
-            work = tap.guarded(tap.plan, requests, Pass([8 * step] * 2, [8, 8]))
+            work = tap.guarded(tap.plan, requests, Pass([8 * step] * 2, [8, 8]), Noted())
         else:
-            work = tap.guarded(tap.plan_decode, requests, None, lambda at=8 * step: [at] * 2)
+            work = tap.guarded(tap.plan_decode, requests, None, lambda at=8 * step: [at] * 2, Noted)
         if work:
             tap.guarded(tap.take, work, lambda s=states: device_planes(s))
         time.sleep(0.002)

@@ -278,13 +278,13 @@ import logging, sys, time
 logging.basicConfig(format="%(levelname)s %(message)s")
 from pathlib import Path
 import cupy as cp
-from test_copier import Request, Producer, DeviceCopier, Pass, HIDDEN, planes
+from test_copier import Request, Producer, DeviceCopier, Pass, Noted, HIDDEN, planes
 trap = cp.RawKernel('extern "C" __global__ void trap() { asm("trap;"); }', "trap")
 producer = Producer(Path(sys.argv[1]), copier=DeviceCopier(0, 1 << 20), ring_bytes=4 << 20)
 tap = producer.tap()
 request = Request("a", 8)
 for step in range(10):
-    work = tap.guarded(tap.plan, [request], Pass([8 * step], [8]))
+    work = tap.guarded(tap.plan, [request], Pass([8 * step], [8]), Noted())
     if step == 3:
         trap((1,), (1,), ())  # from here on the context is lost
     if work:

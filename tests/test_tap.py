@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rig.producer import HIDDEN, Producer, tokens
 
-from hstransport.follower import Pass
+from hstransport.follower import Noted, Pass
 from hstransport.protocol import ABORTED, END, FINISHED, ROWS, START, unpack_event
 from hstransport.ring import RingReader
 
@@ -43,7 +43,8 @@ class Server:
         counts = [len(ids) for _, _, ids in batch]
         step = Pass([position for _, position, _ in batch], counts)
         requests = [request for request, _, _ in batch]
-        work = self.tap.guarded(self.tap.plan, requests, step, {id(r) for r in requests if r.over})
+        noted = Noted({id(r) for r in requests if r.over})
+        work = self.tap.guarded(self.tap.plan, requests, step, noted)
         ids = np.concatenate([np.asarray(i, np.uint16) for _, _, i in batch])
         ids = np.pad(ids, (0, padding))
         final = np.repeat(ids[:, None], HIDDEN, axis=1)
@@ -56,8 +57,10 @@ class Server:
     def decode(self, batch, ids, positions=None):
         """One decode step: a row for each request."""
         tokens = None if positions is None else sum(positions) + len(positions)
-        over = {id(r) for r in batch if r.over}
-        run = self.tap.guarded(self.tap.plan_decode, batch, tokens, lambda: positions, lambda: over)
+        noted = Noted({id(r) for r in batch if r.over})
+        run = self.tap.guarded(
+            self.tap.plan_decode, batch, tokens, lambda: positions, lambda: noted
+        )
         final = np.repeat(np.asarray(ids, np.uint16)[:, None], HIDDEN, axis=1)
         if run:
             self.tap.guarded(self.take, run, (final, [final, final]))
@@ -196,8 +199,7 @@ def test_requests_that_vanish_are_ended_as_aborted(server):
     b.retracted = True
     server.producer.exporter.flush()
     assert server.follower.retracted() == [b]
-    server.tap.guarded(server.tap.post, server.follower.sweep, {id(b)})
-    server.producer.exporter.flush()
+    server.tap.guarded(server.tap.post, server.follower.finish, [b])
     server.finish(a)
     (_, end_b, _), (_, end_a, _) = server.samples()
     assert (end_b.reason, end_a.reason) == (ABORTED, FINISHED)
@@ -254,7 +256,7 @@ def test_capture_stops_when_the_model_changes(server):
 )
 def test_states_that_do_not_fit_the_batch_end_capture(server, states, told, caplog):
     a = Fake("a", [10, 11])
-    work = server.tap.plan([a], Pass([0], [2]))
+    work = server.tap.plan([a], Pass([0], [2]), Noted())
     server.tap.guarded(server.take, work, states)
     ((_, end, rows),) = server.samples()
     assert (end.reason, rows) == (ABORTED, {})
