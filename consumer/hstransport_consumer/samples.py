@@ -393,7 +393,9 @@ class Consumer:
                     del self._assemblers[stream]
                     self._streams.drop(stream)
             if not busy and self._assemblers:
-                self._streams.subscriber.wait(0.05)
+                # A record that the GPU is about to commit was told of before it is ready.
+                pending = any(stream.reader.pending() for stream in self._assemblers)
+                self._streams.subscriber.wait(0.001 if pending else 0.05)
 
     def _discover(self) -> bool:
         for stream in self._streams.discover(self._accept):
