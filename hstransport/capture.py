@@ -37,7 +37,7 @@ class Plane(NamedTuple):
 class Planes:
     """The planes of one forward pass in the order of a run's layers, all on one device."""
 
-    planes: tuple[Plane, ...]
+    planes: list[Plane]
     rows: int
     """Rows that every one of them has."""
     device: int | None
@@ -54,6 +54,13 @@ def plane(array: Any, hidden: int) -> Plane:
     ``__cuda_array_interface__`` (cupy, numba) or DLPack (jax, cupy…), of type bfloat16 or, as its
     bits, uint16. Raises CaptureError when it has another dtype, shape or order than states have.
     """
+    if hasattr(array, "data_ptr"):  # what a model hands over in every pass, without detours
+        shape, stride = array.shape, array.stride()
+        plain = len(stride) == 2 and stride[1] == 1 and stride[0] >= hidden == shape[1]
+        if plain and _TORCH_NAMES.get(array.dtype) == "bfloat16":
+            ordinal = array.get_device()
+            at = None if ordinal < 0 else ordinal
+            return Plane(array.data_ptr(), shape[0], hidden * 2, stride[0] * 2, at, array)
     dtype, shape, strides, address, device, owner = _describe(array)
     if dtype not in ("bfloat16", "uint16"):
         raise CaptureError(
@@ -75,16 +82,18 @@ def planes(arrays: Sequence[Any], hidden: int, stream: int | None = None) -> Pla
     ``stream``: the CUDA stream on which they are computed; None: torch's current stream for torch
     tensors, else what the arrays' own interface names, else the default stream.
     """
-    taken = tuple(plane(a, hidden) for a in arrays)
+    taken = [plane(a, hidden) for a in arrays]
     if not taken:
         raise CaptureError("no planes")
-    devices = {p.device for p in taken}
-    if len(devices) > 1:
-        raise CaptureError(f"planes lie on several devices: {sorted(map(str, devices))}")
-    device = taken[0].device
+    rows, device = taken[0].rows, taken[0].device
+    for p in taken:
+        rows = min(rows, p.rows)
+        if p.device != device:
+            devices = sorted({str(p.device) for p in taken})
+            raise CaptureError(f"planes lie on several devices: {devices}")
     if device is not None and stream is None:
         stream = current_stream(arrays[0], device)
-    return Planes(taken, min(p.rows for p in taken), device, stream or 0)
+    return Planes(taken, rows, device, stream or 0)
 
 
 def current_stream(array: Any, device: int) -> int:
