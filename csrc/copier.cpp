@@ -17,6 +17,9 @@ using namespace cuda;
 
 static constexpr uint64_t kStageAlign = 256;
 static constexpr unsigned kBlocksPerMultiprocessor = 8;
+// The server's own small copies (the tokens of a step, say) go through the same engine, one copy at
+// a time: behind one of 256 MiB they would wait 5 ms, behind this 0.15 ms.
+static constexpr uint64_t kCopyBytes = 8 << 20;
 
 Pinned::Pinned(std::shared_ptr<Device> device, std::shared_ptr<Mapping> map)
     : device_(std::move(device)), map_(std::move(map)) {
@@ -238,8 +241,11 @@ void Copier::send(const StageClaim& claim, const Slot& slot, const std::vector<P
   check_call(d.stream_wait(stream_, mine.sealed, 0), "cuStreamWaitEvent");
   for (const Piece& piece : pieces) {
     if (height == 1) {
-      check_call(d.memcpy_d2h(payload + piece.to, claim.address + piece.from, piece.width, stream_),
-                 "cuMemcpyDtoHAsync");
+      for (uint64_t at = 0; at < piece.width; at += kCopyBytes) {
+        check_call(d.memcpy_d2h(payload + piece.to + at, claim.address + piece.from + at,
+                                std::min(kCopyBytes, piece.width - at), stream_),
+                   "cuMemcpyDtoHAsync");
+      }
       continue;
     }
     Memcpy2D copy{};

@@ -148,6 +148,19 @@ def test_a_pass_larger_than_the_stage_goes_in_pieces(ring_dir):
     producer.close()
 
 
+@on_fake_cuda()
+def test_a_long_record_leaves_in_pieces_of_the_copy_engine(ring_dir):
+    rows = (20 << 20) // ROW_BYTES
+    producer, reader = open_pair(ring_dir, stage_rows=rows, ring_bytes=192 << 20)
+    sample = producer.start("a", 4)
+    states = producer.states(rows)
+    producer.put([RowSpan(sample, 0, 0, rows)], device_planes(states))
+    (event, got) = read_all(reader, 2)[1]
+    assert event.rows == rows
+    assert np.array_equal(got, states)
+    producer.close()
+
+
 def decode(producer, run, steps, stream=0):
     """That many steps of the run; returns ``[steps][planes, rows, hidden]``."""
     all_states = []
