@@ -237,50 +237,57 @@ def test_gathered_steps_are_dropped_and_counted_when_the_ring_is_full(ring_dir):
     producer.close()
 
 
-@on_fake_cuda(FAKE_CUDA_DELAY_US=20_000)
-def test_sources_are_held_until_they_are_copied(ring_dir):
+def let_go(alive):
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while any(ref() is not None for ref in alive):
+        assert time.monotonic() < deadline, "the sources were never let go"
+        time.sleep(0.01)
+
+
+@on_fake_cuda()
+def test_sources_are_held_until_they_are_gathered(ring_dir):
     producer, reader = open_pair(ring_dir, ring_bytes=4 << 20)
+    stream = FakeStream()
+    flag = stream.hold()
     sample = producer.start("a", 4)
     states = producer.states(8)
     expected = states.copy()
-    arrays = [FakeArray(p) for p in states]
-    alive = weakref.ref(arrays[0])
+    arrays = [FakeArray(p, stream.handle) for p in states]
+    alive = [weakref.ref(a) for a in arrays]
     producer.put([RowSpan(sample, 0, 0, 8)], planes(arrays, HIDDEN))
-    producer.exporter.submit()
-    del arrays
+    del arrays, states
+    producer.exporter.flush()
     gc.collect()
-    assert alive() is not None, "the source was let go before its copy had ended"
+    assert all(ref() is not None for ref in alive), "a source was let go before it was gathered"
+    flag.value = 1
     assert np.array_equal(read_all(reader, 2)[-1][1], expected)
-    deadline = time.monotonic() + 5
-    while alive() is not None:
-        assert time.monotonic() < deadline, "the source was never let go"
-        producer.exporter.submit()
-        time.sleep(0.01)
+    let_go(alive)
     producer.close()
 
 
-@on_fake_cuda(FAKE_CUDA_DELAY_US=20_000)
+@on_fake_cuda()
 def test_sources_of_decode_steps_are_held_until_they_are_gathered(ring_dir):
     producer, reader = open_pair(ring_dir, ring_bytes=4 << 20)
+    stream = FakeStream()
+    flag = stream.hold()
     sample = producer.start("a", 4)
     run = DecodeRun.of([RowSpan(sample, 4, 0, 1)])
     expected, alive = [], []
     for _ in range(3):
         states = producer.states(1)
         expected.append(states.copy())
-        arrays = [FakeArray(p) for p in states]
+        arrays = [FakeArray(p, stream.handle) for p in states]
         alive.append(weakref.ref(arrays[0]))
         producer.step(run, planes(arrays, HIDDEN))
         del arrays, states
     producer.end(sample, 7, 4)
     gc.collect()
-    assert all(ref() is not None for ref in alive)
+    assert all(ref() is not None for ref in alive), "a source was let go before it was gathered"
+    flag.value = 1
     got = read_all(reader, 3)[1][1]
     assert np.array_equal(got, np.concatenate(expected, axis=1))
-    deadline = time.monotonic() + 5
-    while any(ref() is not None for ref in alive):
-        assert time.monotonic() < deadline, "the sources were never let go"
-        time.sleep(0.01)
+    let_go(alive)
     producer.close()
 
 
@@ -519,13 +526,13 @@ def an_error_ends_capture_once(ring_dir):
         if work:
             tap.guarded(tap.take, work, lambda s=states: device_planes(s))
         time.sleep(0.002)
-    errors = [text for level, text in lines if level == "ERROR"]
-    assert len(errors) == 1, lines
-    assert "CUDA_ERROR_LAUNCH_FAILED" in errors[0] and "serving goes on" in errors[0]
     deadline = time.monotonic() + 15
     while not reader.closed:
         assert time.monotonic() < deadline, "the ring was never closed"
         time.sleep(0.01)
+    errors = [text for level, text in lines if level == "ERROR"]
+    assert len(errors) == 1, lines
+    assert "CUDA_ERROR_LAUNCH_FAILED" in errors[0] and "serving goes on" in errors[0]
     ends, torn = [], 0
     while reader.cursor != reader.head:
         record = reader.read()

@@ -107,5 +107,11 @@ class FakeStream:
             ctypes.c_void_p(self.handle),
         )
 
+    def hold(self) -> ctypes.c_int:
+        """The stream stands still until the value of what is returned is not 0."""
+        flag = ctypes.c_int(0)
+        load().fakeStreamHold(ctypes.c_void_p(self.handle), ctypes.byref(flag))
+        return flag
+
     def wait(self) -> None:
         load().fakeStreamIdle(ctypes.c_void_p(self.handle))

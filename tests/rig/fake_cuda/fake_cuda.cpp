@@ -248,6 +248,15 @@ API cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsi
                    void*, void**, void**) {
   return 209;
 }
+// For tests: the stream does nothing more until *flag is not zero.
+API fakeStreamHold(void* stream, const int* flag) {
+  of(stream).add([=] {
+    while (!__atomic_load_n(flag, __ATOMIC_ACQUIRE)) {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  });
+  return 0;
+}
 // For tests: whether all that was given to a stream is done.
 API fakeStreamIdle(void* stream) {
   Event e;
