@@ -224,7 +224,10 @@ class Exporter:
                 return
             self._closed = True
             try:
-                self._finish_run()
+                if self._failure is None:
+                    self._finish_run()
+                else:
+                    self.abandon()
             finally:
                 self._queue.put(self._posted)
                 self._queue.put(None)
