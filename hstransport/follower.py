@@ -104,6 +104,7 @@ class Follower:
         self._tagged_only = tagged_only
         # By the identity of the server's own request object: two may carry the same request id.
         self._followed: dict[int, _Followed] = {}
+        self._ended: dict[int, _Followed] = {}  # by end_all
 
     def plan(self, batch: Sequence[Any], step: Pass, noted: Noted, steps: int) -> list[RowSpan]:
         """Which rows of a pass belong to which sample; see exporter.Plan.
@@ -115,7 +116,7 @@ class Follower:
         for i, raw in enumerate(batch):
             count = step.counts[i]
             position = None if step.positions is None else step.positions[i]
-            followed = self._followed.get(id(raw))
+            followed = self._followed.get(id(raw)) or self._ended.get(id(raw))
             # The overlap scheduler runs one more pass for a request that just ended.
             if followed is None and id(raw) not in noted.over:
                 followed = self._follow(raw, position, noted.unfit.get(id(raw), ""))
@@ -161,12 +162,15 @@ class Follower:
                 followed.sample = None
 
     def end_all(self, why: str) -> None:
-        """Capture ends: all open samples end as aborted."""
+        """Capture ends: all open samples end as aborted, for good."""
         for followed in self._followed.values():
             try:
                 self._end(followed, ABORTED, why[:1000])
             except Exception:  # whatever is broken in one must not cost the others
                 logger.exception("hstransport: a sample cannot be ended")
+            # Passes that were posted before may still come.
+            followed.sample = None
+            self._ended[id(followed.raw)] = followed
         self._followed.clear()
 
     def _follow(self, raw: Any, position: int | None, unfit: str) -> _Followed:

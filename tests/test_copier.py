@@ -541,7 +541,8 @@ def an_error_ends_capture_once(ring_dir):
         if record.kind == END:
             ends.append(unpack_event(END, record.meta))
         record.release()
-    assert [(e.reason, "LAUNCH_FAILED" in e.detail) for e in ends] == [("aborted", True)] * 2
+    told = [(e.reason, "LAUNCH_FAILED" in e.detail) for e in ends]
+    assert told == [("aborted", True)] * 2, (ends, torn, reader.counters)
 
 
 def _make_failure_test(call):

@@ -117,7 +117,7 @@ class Packer:
                 if self._writer.hungry:
                     self._queue(window)
                     busy = True
-            elif not window.received and not self._due and window.stream.ended():
+            elif not window.received and not self._under_way(window) and window.stream.ended():
                 self._end(window)
         if self._due and not (busy and self._writer.hungry):
             self._finish()
@@ -136,8 +136,8 @@ class Packer:
         for stream in list(self._windows):
             goal = stream.reader.head
             while stream.reader.cursor < goal:
-                progress = self._fill(self._windows[stream])
-                if not progress:
+                window = self._windows[stream]
+                if not self._fill(window) and not window.received:
                     break  # what is left is reserved and not committed
                 self._queue(self._windows[stream])
                 while not self._writer.hungry:
@@ -148,7 +148,7 @@ class Packer:
     def close(self) -> None:
         """Let go of the rings; those drained and orphaned are removed."""
         for window in list(self._windows.values()):
-            if not window.received and not self._due and window.stream.ended():
+            if not window.received and not self._under_way(window) and window.stream.ended():
                 self._end(window)
         # Records read and not stored were never released: the next consumer finds them.
         self._windows.clear()
@@ -212,9 +212,15 @@ class Packer:
     def _queue(self, window: _Window) -> None:
         """What the window holds is due: from now on another one is filled."""
         if window.received:
+            # At the end of the others: a busy ring must not keep them from their turn.
+            del self._windows[window.stream]
             self._windows[window.stream] = _Window(window.stream)
             self._due.append(window)
             self._begin()
+
+    def _under_way(self, window: _Window) -> bool:
+        """Whether earlier windows of its ring are not written yet."""
+        return any(due.stream is window.stream for due in self._due)
 
     def _begin(self) -> None:
         """Let the writer begin with as many windows as it wants; after an error it has none."""
