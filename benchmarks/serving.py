@@ -282,13 +282,13 @@ def figures(turns: dict[str, list[Turn]], prompts: Sequence[Prompt]) -> dict[str
 
 
 def tap_figures(bench: Bench, row_bytes: int) -> dict[str, Any]:
-    """Where hstransport's time goes on the scheduler's thread, from the timers in it."""
+    """Where hstransport's time goes in the scheduler's process, from the timers in it."""
     result: dict[str, Any] = {}
     for way in ("hstransport", "hstransport_no_reader"):
         lead = f"{way}/"
         steps = {k[len(lead) :]: v for k, v in bench.profiles.items() if k.startswith(lead)}
         batches, _, batch_cpu = steps["batch"]
-        tap = sum(steps[s][2] for s in ("plan", "take", "sweep"))
+        tap = sum(steps[s][2] for s in ("plan", "take", "post"))
         result[f"{way}_tap_share"] = tap / (batch_cpu + steps["result"][2])
         if way == "hstransport":
             tokens = sum(map(len, bench.prompts)) * bench.passes[way]
@@ -296,7 +296,8 @@ def tap_figures(bench: Bench, row_bytes: int) -> dict[str, Any]:
             result["tap_tokens_per_batch"] = tokens / batches
             result["tap_bytes_per_batch"] = tokens * row_bytes / batches
             result["tap_batch_cpu_ms"] = batch_cpu / batches * 1e3
-            for step in ("plan", "start", "take", "rows", "reserve", "send", "sweep", "end"):
+            elsewhere = ("follow", "start", "rows", "reserve", "send", "end")  # exporter's thread
+            for step in ("plan", "take", "post", *elsewhere):
                 result[f"tap_{step}_us_per_batch"] = steps[step][2] / batches * 1e6
             result["tap_rows_gb_per_s"] = tokens * row_bytes / steps["rows"][2] / 1e9
     return result

@@ -1,8 +1,9 @@
-"""Timers around what hstransport does on the scheduler's thread, as an SGLang plugin.
+"""Timers around what hstransport does in the scheduler's process, as an SGLang plugin.
 
 Found through an entry point that benchmarks/ways.py writes. Totals go into the file named by
 HST_PROFILE after each batch: ``{step: [calls, wall seconds, processor seconds]}``. A timer costs
-about a microsecond a call; ``rows`` contains ``reserve`` and ``send``, ``take`` contains ``rows``.
+about a microsecond a call. ``plan``, ``take`` and ``post`` run on the scheduler's thread, the
+others on the exporter's, where ``follow`` contains ``start`` and ``rows`` contains ``reserve``.
 """
 
 from __future__ import annotations
@@ -23,18 +24,20 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from hstransport.channel import Publisher
-    from hstransport.exporter import Exporter
+    from hstransport.follower import Follower
+    from hstransport.recorder import Recorder
     from hstransport.ring import RingWriter
-    from hstransport.sglang_plugin import Tap
+    from hstransport.tap import Tap
 
     for owner, names in (
-        (Tap, ("plan", "take", "sweep")),
-        (Exporter, ("start", "rows", "end")),
+        (Tap, ("plan", "take", "post")),
+        (Recorder, ("start", "rows", "end")),
         (RingWriter, ("reserve",)),
         (Publisher, ("send",)),
     ):
         for name in names:
             setattr(owner, name, _timed(name, getattr(owner, name)))
+    Follower.plan = _timed("follow", Follower.plan)
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(f"{scheduler}.run_batch", _batch, HookType.AROUND)
     HookRegistry.register(f"{scheduler}.process_batch_result", _batch_over, HookType.AROUND)
