@@ -388,3 +388,28 @@ def test_torn_line_of_the_journal_spoils_no_other(tmp_path):
         file.write(b"shard-000001.zst 61")
     note_handed_over(tmp_path, "shard-000002.zst", b"c" * 16)
     assert handed_over(tmp_path) == {b"a" * 16, b"c" * 16}
+
+
+def test_numbers_go_on_though_the_directory_came_without_its_hidden_files(tmp_path):
+    script = Script(make_info())
+    script.start(1, 20)
+    script.rows((1, 0, 20))
+    script.end(1)
+    directory = tmp_path / "d"
+    with DatasetWriter(directory, shard_bytes=1) as writer:
+        writer.begin_run(script.info)
+        script.write_window(writer, 0, 1)
+        script.write_window(writer, 2, 2)
+    (directory / ".next").unlink()  # `cp dir/*`, or a release that knew none
+    DatasetWriter(directory).close()  # hands over what there is, and gets nothing new
+    for path in directory.glob("shard-*"):
+        path.unlink()
+    with DatasetWriter(directory) as writer:
+        writer.begin_run(script.info)
+        assert writer.next_seq(script.info.run, 0) == 3
+        other = Script(make_info(run="cd" * 6))
+        other.start(1, 3)
+        other.rows((1, 0, 3))
+        writer.begin_run(other.info)
+        other.write_window(writer, 0, 1)
+    assert shards(directory) == ["shard-000002.zst"]

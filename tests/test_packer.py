@@ -438,3 +438,26 @@ def test_windows_are_packed_side_by_side_and_stored_in_order(
     for name, states in sent.items():
         assert np.array_equal(dataset[name].hidden_states, states.transpose(1, 0, 2))
     assert (packer.totals.states, packer.totals.repeated) == ({"whole": 7}, 0)
+
+
+def two_full_rings(ring_dir):
+    """Each holds several windows (a quarter of a ring), more than one thread packs at a time."""
+    made = [Producer(ring_dir, rank=rank, ring_bytes=16 << 20) for rank in (0, 1)]
+    for producer in made:
+        for i in range(10):
+            producer.sample(f"{producer.info.rank}-{i}", 2500)
+    return made
+
+
+def test_draining_leaves_nothing_in_any_ring(ring_dir, tmp_path):
+    """Also of a ring whose window was full when the stop came, and had to wait for its turn."""
+    made = two_full_rings(ring_dir)
+    streams = Streams(ring_dir, None)
+    with DatasetWriter(tmp_path) as writer:
+        packer = Packer(streams, writer, flush_s=60)
+        packer.step(0)
+        packer.drain()
+        assert packer.totals.states == {"whole": 20}
+        packer.close()
+    for producer in made:
+        producer.close()

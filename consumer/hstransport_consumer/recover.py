@@ -38,6 +38,8 @@ class Found:
     """All that a directory says to its next writer."""
 
     next_number: int = 0
+    kept_number: int = -1
+    """The number that ``.next`` holds; -1 without it."""
     meta: DatasetMeta | None = None
     progress: Progress = field(default_factory=dict)
     estimate: BiasEstimate = field(default_factory=BiasEstimate)
@@ -63,6 +65,7 @@ def look(directory: Path, *, trust_kernel: bool) -> Found:
     found = Found(next_number=entries[-1].number + 1 if entries else 0)
     due = _read_next(directory)
     if due:
+        found.kept_number = due.header.number
         found.next_number = max(found.next_number, due.header.number)
     if finished and (due is None or finished[-1].number + 1 >= due.header.number):
         _read_finished(found, finished[-1].path)

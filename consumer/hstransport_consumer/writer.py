@@ -108,6 +108,14 @@ class DatasetWriter:
         self._begun: deque[_Begun] = deque()
         self._out_of_step = False
         """Interrupted after the file had a window and before the index had all of it."""
+        if self._file is None and self._meta and found.kept_number < self._next_number:
+            # Written by a release without .next, or copied without hidden files. From now on its
+            # shards may be taken away.
+            try:
+                self._keep_next(self._meta)
+            except BaseException:
+                self._lock.close()
+                raise
         self.samples = self.whole = self.tokens = self.raw_bytes = self.stored_bytes = 0
         """Since this writer was opened: samples ended, those whole, tokens and bytes stored."""
 
@@ -385,6 +393,11 @@ class DatasetWriter:
         """What a shard begins with that begins now."""
         return [fmt.pack_header(header), pack_frame(fmt.CARRY, pack_progress(self._progress))]
 
+    def _keep_next(self, meta: DatasetMeta) -> None:
+        """Note what the next shard is to begin with; its uid it gets when it does."""
+        head = self._head(Header(bytes(16), self._next_number, meta))
+        directory.keep_next(self.directory, b"".join(head))
+
     def _finish(self) -> None:
         file, index = self._file, self._index
         assert file and index
@@ -393,8 +406,6 @@ class DatasetWriter:
             self._next_number -= 1
             self._file = self._index = None
         else:
-            no_uid = bytes(16)  # a shard gets its uid when it begins
-            due = self._head(Header(no_uid, self._next_number, index.header.meta))
             body = index.tables().pack(pack_progress(self._progress))
             footer = pack_frame(fmt.FOOTER, body)
             trailer = fmt.pack_trailer(file.size, len(footer), index.header.uid)
@@ -403,7 +414,7 @@ class DatasetWriter:
             file.finish(
                 [footer, trailer],
                 name,
-                ready=lambda: directory.keep_next(self.directory, b"".join(due)),
+                ready=lambda: self._keep_next(index.header.meta),
             )
             self._file = self._index = None
             if self._on_shard:
