@@ -440,24 +440,21 @@ def test_windows_are_packed_side_by_side_and_stored_in_order(
     assert (packer.totals.states, packer.totals.repeated) == ({"whole": 7}, 0)
 
 
-def two_full_rings(ring_dir):
-    """Each holds several windows (a quarter of a ring), more than one thread packs at a time."""
-    made = [Producer(ring_dir, rank=rank, ring_bytes=16 << 20) for rank in (0, 1)]
+def test_draining_leaves_nothing_in_any_ring(ring_dir, tmp_path, monkeypatch):
+    """Also of a ring whose window was full when the stop came, and waited for the threads."""
+    made = [Producer(ring_dir, rank=rank, ring_bytes=4 << 20) for rank in (0, 1)]
     for producer in made:
         for i in range(10):
-            producer.sample(f"{producer.info.rank}-{i}", 2500)
-    return made
-
-
-def test_draining_leaves_nothing_in_any_ring(ring_dir, tmp_path):
-    """Also of a ring whose window was full when the stop came, and had to wait for its turn."""
-    made = two_full_rings(ring_dir)
+            producer.sample(f"{producer.info.rank}-{i}", 600)  # two windows of a MiB, and more
     streams = Streams(ring_dir, None)
     with DatasetWriter(tmp_path) as writer:
         packer = Packer(streams, writer, flush_s=60)
-        packer.step(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(DatasetWriter, "hungry", property(lambda self: False))
+            packer.step(0)
         packer.drain()
-        assert packer.totals.states == {"whole": 20}
+        states = packer.totals.states
         packer.close()
     for producer in made:
         producer.close()
+    assert states == {"whole": 20}
