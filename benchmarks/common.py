@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,15 @@ def tool(name: str) -> str:
 def end_in_order() -> None:
     """Let SIGTERM end the program as an error does, so that no ring and no server is left."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("ended by SIGTERM"))
+
+
+def expect(pipe: Connection, what: Any, within_s: float) -> None:
+    """Wait for a process beside this one to say just that, or end the program."""
+    if not pipe.poll(within_s):
+        raise SystemExit(f"{Path(sys.argv[0]).name}: the reader said nothing; {what!r} was due")
+    said = pipe.recv()
+    if said != what:
+        raise SystemExit(f"{Path(sys.argv[0]).name}: the reader said {said!r}, {what!r} was due")
 
 
 def rounds(ways: Mapping[str, Callable[[], Any]], count: int) -> dict[str, list[Any]]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from common import SHM, finish, median_ratio, parser, rounds, spread
+from common import SHM, expect, finish, median_ratio, parser, rounds, spread
 
 from hstransport.ring import RingReader, RingWriter
 
@@ -52,7 +52,7 @@ class Bench:
         self.reader = context.Process(target=read_all, args=(folder / "bench.ring", theirs))
         self.reader.start()
         theirs.close()
-        self._expect("attached")
+        expect(self.pipe, "attached", WAIT_S)
 
     def close(self) -> None:
         self.pipe.close()  # ends the reader
@@ -68,7 +68,7 @@ class Bench:
         cpu, start = time.thread_time(), time.perf_counter()
         self._write(size, count)
         spent = time.thread_time() - cpu
-        self._expect(proof)
+        expect(self.pipe, proof, WAIT_S)
         seconds = time.perf_counter() - start
         self.pipe.recv()
         return Pass(seconds, count, spent)
@@ -82,7 +82,7 @@ class Bench:
         self._write(size, count)
         done = Pass(time.perf_counter() - start, count, time.thread_time() - cpu)
         self.pipe.send("go")
-        self._expect(proof)
+        expect(self.pipe, proof, WAIT_S)
         return done._replace(reader_cpu_s=self.pipe.recv())
 
     def memcpy(self, size: int) -> Pass:
@@ -110,7 +110,7 @@ class Bench:
         for i in range(count):
             proof = chain(proof, sums[i % len(sums)])
         self.pipe.send((count, wait))
-        self._expect("ready")
+        expect(self.pipe, "ready", WAIT_S)
         return proof
 
     def _write(self, size: int, count: int) -> None:
@@ -123,13 +123,6 @@ class Bench:
                 raise SystemExit("ring.py: the reader freed nothing for half a minute")
             slot.copy_rows(0, start + i % parts * size, 1, size, size)
             slot.commit()
-
-    def _expect(self, what: Any) -> None:
-        if not self.pipe.poll(WAIT_S):
-            raise SystemExit(f"ring.py: the reader said nothing; {what!r} was due")
-        said = self.pipe.recv()
-        if said != what:
-            raise SystemExit(f"ring.py: the reader said {said!r}, {what!r} was due")
 
 
 def chain(proof: int, record_sum: int) -> int:

@@ -54,6 +54,11 @@ class OpenSample:
     lost: bool = False
     """Its START never found room, not even in the queue: the consumer will not hear of it."""
 
+    @property
+    def spoilt(self) -> bool:
+        """Whether it cannot be whole any more."""
+        return bool(self.dropped or self.lost)
+
 
 class RowSpan(NamedTuple):
     """Rows of one sample inside the planes of a forward pass."""
@@ -124,9 +129,8 @@ class Recorder:
 
         Rows of samples that cannot be whole any more are left out, and counted as dropped.
         """
-        worth = [s for s in spans if not (s.sample.dropped or s.sample.lost)]
-        if len(worth) < len(spans):
-            self.drop([s for s in spans if s.sample.dropped or s.sample.lost], steps)
+        worth = [s for s in spans if not s.sample.spoilt]
+        self.drop([s for s in spans if s.sample.spoilt], steps)
         slot = meta = None
         # A START must come before its rows.
         if gathered is not None and worth and self.flush_pending(self._wait_s):

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rig.fake_cuda import FakeArray, FakeStream, load, on_fake_cuda
-from rig.producer import HIDDEN, Producer, tokens
+from rig.producer import HIDDEN, Producer, read_samples, tokens
 
 from hstransport.capture import plane, planes
 from hstransport.copyout import DeviceCopier
@@ -476,22 +476,9 @@ def test_a_taps_decode_steps_run_on_while_the_batch_stays_the_same(ring_dir):
     tap.post(tap.follower.finish, [a, b])
     producer.exporter.flush()
     producer.close()
-    names, found, order = {}, {}, []
-    while (record := reader.read()) is not None:
-        event = unpack_event(record.kind, record.meta)
-        if record.kind == ROWS:
-            states = record.payload.view(np.uint16).reshape(PLANES, event.rows, HIDDEN)
-            row = 0
-            for sid, position, n in event.segments:
-                for i in range(n):
-                    assert found.setdefault((names[sid], position + i), None) is None, "twice"
-                    found[names[sid], position + i] = states[:, row + i].copy()
-                row += n
-        elif record.kind == END:
-            order.append(names[event.sid])
-        else:
-            names[event.sid] = event.rid
-        record.release()
+    samples, _ = read_samples(reader, producer.info)
+    found = {(s.rid, p): states for s, _, rows in samples for p, states in rows.items()}
+    order = [start.rid for start, _, _ in samples]
     assert found.keys() == expected.keys()
     assert all(np.array_equal(found[key], expected[key]) for key in expected)
     assert order == ["c", "a", "b"]

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rig.producer import HIDDEN, Producer
+from rig.producer import HIDDEN, Producer, read_samples
 
 from hstransport.follower import Follower
-from hstransport.protocol import END, ROWS, START, unpack_event
 from hstransport.ring import RingReader
 from hstransport.settings import Settings
 from hstransport.sglang_plugin import Plugin, _Request
@@ -114,33 +113,13 @@ def held(ring_dir):
     def let():
         gate.set()
         producer.exporter.flush()
-        return read(RingReader.attach(producer.place.path))
+        samples, open_ones = read_samples(RingReader.attach(producer.place.path), producer.info)
+        assert not open_ones, "a sample was never ended"
+        return [(s, e, {p: int(v[0, 0]) for p, v in rows.items()}) for s, e, rows in samples]
 
     yield server, let
     gate.set()
     producer.close()
-
-
-def read(reader):
-    """``[(START, END, {position: state})]``"""
-    begun, done = {}, []
-    while (record := reader.read()) is not None:
-        event = unpack_event(record.kind, record.meta)
-        if record.kind == START:
-            begun[event.sid] = (event, {})
-        elif record.kind == ROWS:
-            states = record.payload.view(np.uint16).reshape(3, event.rows, HIDDEN)
-            row = 0
-            for sid, position, n in event.segments:
-                for i in range(n):
-                    begun[sid][1][position + i] = int(states[0, row + i, 0])
-                row += n
-        elif record.kind == END:
-            start, rows = begun.pop(event.sid)
-            done.append((start, event, rows))
-        record.release()
-    assert not begun, "a sample was never ended"
-    return done
 
 
 def test_a_late_thread_cuts_no_sample_in_two(held):

@@ -5,10 +5,10 @@ import time
 
 import numpy as np
 import pytest
-from rig.producer import HIDDEN, Producer, tokens
+from rig.producer import HIDDEN, Producer, read_samples, tokens
 
 from hstransport.follower import Noted, Pass
-from hstransport.protocol import ABORTED, END, FINISHED, ROWS, START, unpack_event
+from hstransport.protocol import ABORTED, FINISHED
 from hstransport.ring import RingReader
 
 
@@ -75,23 +75,13 @@ class Server:
         """``[(id, END, {position: value})]`` in the order of their ends."""
         with contextlib.suppress(Exception):  # where an error has ended it
             self.producer.exporter.flush(1)
-        open_samples, done = {}, []
-        while (record := self.reader.read()) is not None:
-            event = unpack_event(record.kind, record.meta)
-            if record.kind == START:
-                open_samples[event.sid] = (event, {})
-            elif record.kind == ROWS:
-                states = record.payload.view(np.uint16).reshape(3, event.rows, HIDDEN)
-                row = 0
-                for sid, position, n in event.segments:
-                    for i in range(n):
-                        open_samples[sid][1][position + i] = int(states[0, row + i, 0])
-                    row += n
-            elif record.kind == END:
-                start, rows = open_samples.pop(event.sid)
-                done.append((start, event, rows))
-            record.release()
-        return done
+        ended, _ = read_samples(self.reader, self.producer.info)
+        return [(start, end, value_of(rows)) for start, end, rows in ended]
+
+
+def value_of(rows):
+    """``{position: value}`` of states that are all the same value."""
+    return {position: int(states[0, 0]) for position, states in rows.items()}
 
 
 def wait_until(condition):

@@ -13,9 +13,17 @@ from hstransport.channel import Publisher
 from hstransport.copyout import Copier, DeviceCopier
 from hstransport.exporter import DecodeRun, Exporter
 from hstransport.follower import Follower
-from hstransport.protocol import FINISHED, SessionInfo, pack_info
+from hstransport.protocol import (
+    FINISHED,
+    End,
+    Rows,
+    SessionInfo,
+    Start,
+    pack_info,
+    unpack_event,
+)
 from hstransport.recorder import OpenSample, RowSpan
-from hstransport.ring import RingWriter
+from hstransport.ring import RingReader, RingWriter
 from hstransport.session import ring_path
 from hstransport.tap import Tap
 
@@ -110,3 +118,31 @@ class Producer:
 
     def close(self) -> None:
         self.exporter.close()
+
+
+Ended = tuple[Start, End, dict[int, Bits]]
+
+
+def read_samples(reader: RingReader, info: SessionInfo) -> tuple[list[Ended], list[Start]]:
+    """All that is in a ring: ended samples in the order of their ends, with the states
+    ``[planes, hidden]`` of each position; and those that have begun and not ended."""
+    begun: dict[int, tuple[Start, dict[int, Bits]]] = {}
+    ended: list[Ended] = []
+    while (record := reader.read()) is not None:
+        event = unpack_event(record.kind, record.meta)
+        if isinstance(event, Start):
+            begun[event.sid] = (event, {})
+        elif isinstance(event, Rows):
+            states = record.payload.view(np.uint16).reshape(info.planes, event.rows, info.hidden)
+            row = 0
+            for sid, position, n in event.segments:
+                rows = begun[sid][1]
+                for i in range(n):
+                    assert position + i not in rows, f"position {position + i} came twice"
+                    rows[position + i] = states[:, row + i].copy()
+                row += n
+        else:
+            start, rows = begun.pop(event.sid)
+            ended.append((start, event, rows))
+        record.release()
+    return ended, [start for start, _ in begun.values()]
