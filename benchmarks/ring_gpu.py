@@ -77,9 +77,8 @@ class Bench:
         self.pipe.send((count, size))
         expect(self.pipe, "ready", WAIT_S)
         native = self._native(size)
-        core, ring, stream, meta = self.core, self.ring, self.stream.ptr, bytes(64)
+        core, ring, meta = self.core, self.ring, bytes(64)
         rows = size // PLANES // ROW_BYTES
-        runs = [(0, rows, 0, 1)]
         spent = 0
         start = time.perf_counter()
         for _ in range(count):
@@ -87,9 +86,7 @@ class Bench:
             if slot is None:
                 raise SystemExit("ring_gpu.py: the reader freed nothing for half a minute")
             before = time.perf_counter_ns()
-            claim = core.claim(stream, size)
-            core.gather(stream, claim, native, runs, rows)
-            core.seal(stream, claim)
+            claim = core.take(native, 0, rows)
             core.send(claim, slot, [(0, 0, size)], size, size, 1)
             spent += time.perf_counter_ns() - before
         expect(self.pipe, 0, WAIT_S)  # records that were not as sent
@@ -128,11 +125,9 @@ class Bench:
         start, stop = self.cp.cuda.Event(), self.cp.cuda.Event()
         times = []
         for _ in range(20):
-            claim = self.core.claim(self.stream.ptr, size)
             start.record(self.stream)
-            self.core.gather(self.stream.ptr, claim, native, [(0, rows, 0, 1)], rows)
+            claim = self.core.take(native, 0, rows)
             stop.record(self.stream)
-            self.core.seal(self.stream.ptr, claim)
             self.core.drop(claim)
             self.stream.synchronize()
             times.append(self.cp.cuda.get_elapsed_time(start, stop) / 1e3)
@@ -143,9 +138,9 @@ class Bench:
 
     def _native(self, size: int) -> Any:
         base, plane = self.source.data.ptr, size // PLANES
-        return _core.device_planes(
-            [(base + p * plane, ROW_BYTES) for p in range(PLANES)], ROW_BYTES
-        )
+        places = [(base + p * plane, ROW_BYTES) for p in range(PLANES)]
+        rows = size // PLANES // ROW_BYTES
+        return _core.Planes(places, rows, ROW_BYTES, 0, self.stream.ptr, self.source)
 
 
 def gather_kernel(cp: Any) -> Any:
@@ -168,16 +163,14 @@ def gather_kernel(cp: Any) -> Any:
 def gather_argument(target: int, source: int, size: int) -> np.void:
     """``GatherArguments`` for a record."""
     plane = np.dtype([("address", np.uint64), ("stride", np.uint64)])
-    run = np.dtype([(name, np.uint32) for name in ("source", "rows", "target", "step")])
-    names = [("target", np.uint64), ("plane_bytes", np.uint64), ("row_bytes", np.uint64)]
-    counts = [(name, np.uint32) for name in ("planes", "runs", "rows", "zero")]
-    a = np.zeros((), np.dtype([*names, *counts, ("plane", plane, 32), ("run", run, 128)]))
-    rows = size // PLANES // ROW_BYTES
-    a["target"], a["plane_bytes"], a["row_bytes"] = target, size // PLANES, ROW_BYTES
-    a["planes"], a["runs"], a["rows"] = PLANES, 1, rows
+    names = ("target", "target_plane", "target_row", "row_bytes")
+    counts = [(name, np.uint32) for name in ("rows", "planes")]
+    fields = [(name, np.uint64) for name in names]
+    a = np.zeros((), np.dtype([*fields, *counts, ("plane", plane, 32)]))
+    a["target"], a["target_plane"], a["target_row"] = target, size // PLANES, ROW_BYTES
+    a["row_bytes"], a["planes"], a["rows"] = ROW_BYTES, PLANES, size // PLANES // ROW_BYTES
     for p in range(PLANES):
         a["plane"][p] = (source + p * size // PLANES, ROW_BYTES)
-    a["run"][0] = (0, rows, 0, 1)
     return a[()]
 
 

@@ -124,5 +124,6 @@ NB_MODULE(_core, m) {
   nb::register_exception_translator(hst::translate);
   hst::bind_ring(m);
   hst::bind_codec(m);
+  hst::bind_gate(m);
   hst::bind_copier(m);
 }

@@ -1,6 +1,5 @@
 // hstransport._core: the way out of a GPU. This file only translates; hstransport/copyout.py
 // documents. Streams and device addresses cross as integers.
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -10,6 +9,7 @@
 #include <tuple>
 
 #include "bindings.h"
+#include "bindings_gate.h"
 #include "bindings_ring.h"
 #include "copier.h"
 
@@ -18,26 +18,8 @@ using namespace nb::literals;
 
 namespace hst {
 
-using Run = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t>;
 // How long a drain lasts before Python's signal handlers (Ctrl-C) get a turn.
 static constexpr std::chrono::milliseconds kDrainSlice{50};
-
-static cuda::Stream as_stream(uintptr_t handle) { return reinterpret_cast<cuda::Stream>(handle); }
-
-static DevicePlanes make_planes(const std::vector<std::tuple<uint64_t, uint64_t>>& planes,
-                                uint64_t row_bytes) {
-  check(!planes.empty() && row_bytes > 0 && row_bytes % 2 == 0, Fault::kConfig, planes.size(),
-        " planes of rows of ", row_bytes, " bytes: must be some, of an even number of bytes");
-  DevicePlanes result;
-  result.row_bytes = row_bytes;
-  for (const auto& [address, stride_bytes] : planes) {
-    check(address != 0 && address % 2 == 0 && stride_bytes >= row_bytes && stride_bytes % 2 == 0,
-          Fault::kConfig, "a plane at ", address, " with rows ", stride_bytes,
-          " bytes apart: bf16 rows lie at even addresses and do not overlap");
-    result.planes.push_back({address, stride_bytes});
-  }
-  return result;
-}
 
 static bool drain(Copier& copier, double timeout_s) {
   using Clock = std::chrono::steady_clock;
@@ -54,33 +36,39 @@ static bool drain(Copier& copier, double timeout_s) {
   }
 }
 
-// What a DLPack capsule says: (address, shape, strides in bytes, item bytes, type code, device
-// type, device id). The tensor stays the capsule's.
-static nb::tuple describe(const nb::ndarray<>& array) {
-  nb::list shape;
-  nb::list strides;
-  const uint64_t item_bytes = array.itemsize();
-  for (size_t i = 0; i < array.ndim(); ++i) {
-    shape.append(array.shape(i));
-    strides.append(array.stride(i) * static_cast<int64_t>(item_bytes));
+// Decode steps as Python holds them, with what they are gathered by.
+struct Steps {
+  nb::object copier;
+  nb::object source;  // of the last step
+  StageSteps steps;
+
+  uint64_t add(nb::object planes) {
+    source = std::move(planes);
+    return again();
   }
-  return nb::make_tuple(reinterpret_cast<uintptr_t>(array.data()), nb::tuple(shape),
-                        nb::tuple(strides), item_bytes, static_cast<int>(array.dtype().code),
-                        static_cast<int>(array.device_type()), static_cast<int>(array.device_id()));
-}
+  // One more step out of the same memory.
+  uint64_t again() {
+    nb::cast<Copier&>(copier).add_step(steps, nb::cast<Planes&>(source));
+    return steps.count;
+  }
+  const StageClaim& seal(uintptr_t stream) {
+    nb::cast<Copier&>(copier).seal_steps(steps, as_stream(stream));
+    source = nb::none();  // whoever gave it holds it until all is gathered
+    return steps.claim;
+  }
+};
 
 void bind_copier(nb::module_& m) {
-  m.def("describe_dlpack", &describe, "array"_a);
-  m.def("device_of", &cuda::device_of, "address"_a);
-
-  nb::class_<DevicePlanes>(m, "DevicePlanes")
-      .def_prop_ro("count", [](const DevicePlanes& p) { return p.planes.size(); })
-      .def_prop_ro("row_bytes", [](const DevicePlanes& p) { return p.row_bytes; });
-  m.def("device_planes", &make_planes, "planes"_a, "row_bytes"_a);
-
   nb::class_<StageClaim>(m, "StageClaim")
       .def_prop_ro("address", [](const StageClaim& c) { return c.address; })
+      .def_ro("number", &StageClaim::number)
       .def_prop_ro("bytes", [](const StageClaim& c) { return c.end - c.begin; });
+
+  nb::class_<Steps>(m, "Steps")
+      .def("add", &Steps::add, "planes"_a)
+      .def("again", &Steps::again)
+      .def_prop_ro("count", [](const Steps& s) { return s.steps.count; })
+      .def("seal", &Steps::seal, "stream"_a, nb::rv_policy::copy);
 
   nb::class_<Copier>(m, "Copier")
       .def(nb::init<int, uint64_t>(), "device"_a, "stage_bytes"_a)
@@ -92,32 +80,21 @@ void bind_copier(nb::module_& m) {
           },
           "ring"_a)
       .def(
-          "claim",
-          [](Copier& copier, uintptr_t stream, uint64_t bytes) {
-            const std::optional<StageClaim> claim = copier.claim(as_stream(stream), bytes);
+          "take",
+          [](Copier& copier, const Planes& planes, uint64_t row, uint64_t rows) {
+            const std::optional<StageClaim> claim = copier.take(planes, row, rows);
             return claim ? std::make_unique<StageClaim>(*claim) : nullptr;
           },
-          "stream"_a, "bytes"_a)
+          "planes"_a, "row"_a, "rows"_a)
       .def(
-          "gather",
-          [](Copier& copier, uintptr_t stream, const StageClaim& claim, const DevicePlanes& planes,
-             const std::vector<Run>& runs, uint64_t plane_rows) {
-            GatherRun few[8];
-            std::vector<GatherRun> many(runs.size() <= std::size(few) ? 0 : runs.size());
-            GatherRun* const all = many.empty() ? few : many.data();
-            for (size_t i = 0; i < runs.size(); ++i) {
-              const auto& [source_row, rows, target_row, target_step] = runs[i];
-              all[i] = {source_row, rows, target_row, target_step};
-            }
-            copier.gather(as_stream(stream), claim, planes, all, runs.size(), plane_rows);
+          "begin_steps",
+          [](nb::handle self, const Planes& like, uint64_t rows, uint64_t limit) {
+            const std::optional<StageSteps> steps =
+                nb::cast<Copier&>(self).begin_steps(like, rows, limit);
+            return steps ? std::make_unique<Steps>(Steps{nb::borrow(self), nb::none(), *steps})
+                         : nullptr;
           },
-          "stream"_a, "claim"_a, "planes"_a, "runs"_a, "plane_rows"_a)
-      .def(
-          "seal",
-          [](Copier& copier, uintptr_t stream, const StageClaim& claim) {
-            return copier.seal(as_stream(stream), claim);
-          },
-          "stream"_a, "claim"_a)
+          "like"_a, "rows"_a, "limit"_a)
       .def(
           "send",
           [](Copier& copier, const StageClaim& claim, Reservation& record,

@@ -101,7 +101,6 @@ void Copier::pin(const RingWriter& ring) {
 }
 
 std::optional<StageClaim> Copier::claim(Stream stream, uint64_t bytes) {
-  check_open();
   check(bytes > 0 && bytes <= stage_bytes_, Fault::kConfig, "a claim of ", bytes,
         " bytes: the stage has ", stage_bytes_);
   reap();
@@ -120,17 +119,14 @@ std::optional<StageClaim> Copier::claim(Stream stream, uint64_t bytes) {
     if (!older.done) return std::nullopt;
     blocker = &older;
   }
-  if (blocker) {
-    ContextScope scope(device_->context());
-    check_call(driver().stream_wait(stream, blocker->done, 0), "cuStreamWaitEvent");
-  }
+  if (blocker) check_call(driver().stream_wait(stream, blocker->done, 0), "cuStreamWaitEvent");
   head_ = claim.end;
   claims_.push_back({claim.begin});
   return claim;
 }
 
 void Copier::launch(Stream stream, GatherArguments& a) {
-  uint64_t all = a.target | a.plane_bytes | a.row_bytes;
+  uint64_t all = a.target | a.target_plane | a.target_row | a.row_bytes;
   for (uint32_t p = 0; p < a.planes; ++p) all |= a.plane[p].address | a.plane[p].stride_bytes;
   const uint64_t items = uint64_t{a.planes} * a.rows;
   const unsigned blocks = static_cast<unsigned>(std::min<uint64_t>(items, blocks_));
@@ -142,57 +138,85 @@ void Copier::launch(Stream stream, GatherArguments& a) {
 
 void Copier::gather_by_engine(Stream stream, const GatherArguments& a) {
   for (uint32_t p = 0; p < a.planes; ++p) {
-    for (uint32_t r = 0; r < a.runs; ++r) {
-      const GatherRun& run = a.run[r];
-      Memcpy2D copy{};
-      copy.src_type = copy.dst_type = kMemoryDevice;
-      copy.src_device = a.plane[p].address + run.source_row * a.plane[p].stride_bytes;
-      copy.src_pitch = a.plane[p].stride_bytes;
-      copy.dst_device = a.target + p * a.plane_bytes + run.target_row * a.row_bytes;
-      copy.dst_pitch = run.target_step * a.row_bytes;
-      copy.width = a.row_bytes;
-      copy.height = run.rows;
-      if (run.rows == 1) copy.src_pitch = copy.dst_pitch = a.row_bytes;
-      check_call(driver().memcpy_2d(&copy, stream), "cuMemcpy2DAsync");
+    Memcpy2D copy{};
+    copy.src_type = copy.dst_type = kMemoryDevice;
+    copy.src_device = a.plane[p].address;
+    copy.src_pitch = a.plane[p].stride_bytes;
+    copy.dst_device = a.target + p * a.target_plane;
+    copy.dst_pitch = a.target_row;
+    copy.width = a.row_bytes;
+    copy.height = a.rows;
+    if (a.rows == 1) copy.src_pitch = copy.dst_pitch = a.row_bytes;
+    check_call(driver().memcpy_2d(&copy, stream), "cuMemcpy2DAsync");
+  }
+}
+
+void Copier::gather(const DevicePlanes& source, uint64_t row, uint64_t rows, DevicePtr target,
+                    uint64_t target_plane, uint64_t target_row) {
+  GatherArguments a;
+  a.target_plane = target_plane;
+  a.target_row = target_row;
+  a.row_bytes = source.row_bytes;
+  a.rows = static_cast<uint32_t>(rows);
+  for (size_t p0 = 0; p0 < source.planes.size(); p0 += kGatherPlanes) {
+    a.target = target + p0 * target_plane;
+    a.planes = static_cast<uint32_t>(
+        std::min<size_t>(source.planes.size() - p0, static_cast<size_t>(kGatherPlanes)));
+    for (uint32_t p = 0; p < a.planes; ++p) {
+      const GatherPlane& plane = source.planes[p0 + p];
+      a.plane[p] = {plane.address + row * plane.stride_bytes, plane.stride_bytes};
+    }
+    if (has_kernel()) {
+      launch(source.stream, a);
+    } else {
+      gather_by_engine(source.stream, a);
     }
   }
 }
 
-void Copier::gather(Stream stream, const StageClaim& claim, const DevicePlanes& source,
-                    const GatherRun* runs, size_t count, uint64_t plane_rows) {
+static void check_rows(const DevicePlanes& source, uint64_t row, uint64_t rows) {
+  check(rows > 0 && rows <= source.rows && row <= source.rows - rows, Fault::kConfig, rows,
+        " rows from row ", row, " on: the planes have ", source.rows);
+}
+
+std::optional<StageClaim> Copier::take(const DevicePlanes& source, uint64_t row, uint64_t rows) {
   check_open();
-  GatherArguments a{};
-  a.row_bytes = source.row_bytes;
-  a.plane_bytes = plane_rows * source.row_bytes;
-  const uint64_t bytes = source.planes.size() * a.plane_bytes;
-  check(bytes <= claim.end - claim.begin, Fault::kConfig, source.planes.size(), " planes of ",
-        plane_rows, " rows of ", source.row_bytes, " bytes exceed the claim of ",
-        claim.end - claim.begin, " bytes");
+  check_rows(source, row, rows);
   ContextScope scope(device_->context());
-  for (size_t p0 = 0; p0 < source.planes.size(); p0 += kGatherPlanes) {
-    a.planes = static_cast<uint32_t>(
-        std::min<size_t>(source.planes.size() - p0, static_cast<size_t>(kGatherPlanes)));
-    std::copy_n(&source.planes[p0], a.planes, a.plane);
-    a.target = claim.address + p0 * a.plane_bytes;
-    for (size_t r0 = 0; r0 < count; r0 += kGatherRuns) {
-      a.runs =
-          static_cast<uint32_t>(std::min<size_t>(count - r0, static_cast<size_t>(kGatherRuns)));
-      a.rows = 0;
-      for (uint32_t r = 0; r < a.runs; ++r) {
-        const GatherRun& run = a.run[r] = runs[r0 + r];
-        const uint64_t last = run.target_row + uint64_t{run.rows - 1} * run.target_step;
-        check(run.rows > 0 && (run.rows == 1 || run.target_step > 0) && last < plane_rows,
-              Fault::kConfig, "rows ", run.target_row, " to ", last, " lie outside planes of ",
-              plane_rows, " rows");
-        a.rows += run.rows;
-      }
-      if (has_kernel()) {
-        launch(stream, a);
-      } else {
-        gather_by_engine(stream, a);
-      }
-    }
-  }
+  std::optional<StageClaim> claim = this->claim(source.stream, source.bytes(rows));
+  if (!claim) return claim;
+  gather(source, row, rows, claim->address, rows * source.row_bytes, source.row_bytes);
+  seal(source.stream, *claim);
+  return claim;
+}
+
+std::optional<StageSteps> Copier::begin_steps(const DevicePlanes& like, uint64_t rows,
+                                              uint64_t limit) {
+  check_open();
+  ContextScope scope(device_->context());
+  const std::optional<StageClaim> claim = this->claim(like.stream, like.bytes(rows * limit));
+  if (!claim) return std::nullopt;
+  return StageSteps{*claim, rows, limit};
+}
+
+void Copier::add_step(StageSteps& steps, const DevicePlanes& source) {
+  check_open();
+  const uint64_t row_bytes = source.row_bytes, plane = steps.rows * steps.limit * row_bytes;
+  check(steps.claim.number == 0 && steps.count < steps.limit &&
+            source.planes.size() * plane <= steps.claim.end - steps.claim.begin,
+        Fault::kLease, "step ", steps.count + 1, " of at most ", steps.limit,
+        steps.claim.number ? ", and they are sealed" : "");
+  check_rows(source, 0, steps.rows);
+  ContextScope scope(device_->context());
+  gather(source, 0, steps.rows, steps.claim.address + steps.count * row_bytes, plane,
+         steps.limit * row_bytes);
+  ++steps.count;
+}
+
+void Copier::seal_steps(StageSteps& steps, Stream stream) {
+  check_open();
+  ContextScope scope(device_->context());
+  seal(stream, steps.claim);
 }
 
 Copier::Claim& Copier::unsent(const StageClaim& claim) {
@@ -202,15 +226,13 @@ Copier::Claim& Copier::unsent(const StageClaim& claim) {
   throw Error(Fault::kLease, "this claim was sent or dropped before");
 }
 
-uint64_t Copier::seal(Stream stream, const StageClaim& claim) {
-  check_open();
+void Copier::seal(Stream stream, StageClaim& claim) {
   Claim& mine = unsent(claim);
   check(mine.sealed == nullptr, Fault::kLease, "this claim was sealed before");
-  ContextScope scope(device_->context());
   const Event sealed = take_event();
   check_call(driver().event_record(sealed, stream), "cuEventRecord");
   mine.sealed = sealed;
-  return mine.number = ++sealed_;
+  claim.number = mine.number = ++sealed_;
 }
 
 void Copier::send(const StageClaim& claim, const Slot& slot, const std::vector<Piece>& pieces,
@@ -218,7 +240,6 @@ void Copier::send(const StageClaim& claim, const Slot& slot, const std::vector<P
   check_open();
   check(pinned_ != nullptr, Fault::kLease, "the ring is not pinned: call pin() first");
   Claim& mine = unsent(claim);
-  check(mine.sealed != nullptr, Fault::kLease, "this claim is not sealed");
   const uint64_t size = claim.end - claim.begin;
   uint64_t sum = 0;
   for (const Piece& piece : pieces) {
@@ -269,7 +290,6 @@ void Copier::send(const StageClaim& claim, const Slot& slot, const std::vector<P
 void Copier::drop(const StageClaim& claim) {
   check_open();
   Claim& mine = unsent(claim);
-  check(mine.sealed != nullptr, Fault::kLease, "this claim is not sealed");
   ContextScope scope(device_->context());
   check_call(driver().stream_wait(stream_, mine.sealed, 0), "cuStreamWaitEvent");
   finish(mine);

@@ -9,8 +9,8 @@
 // stream* waits for them, on the GPU; where it is full of claims that nobody has sent yet, there is
 // no room. No call here waits on the CPU, except drain().
 //
-// One thread claims, gathers and seals; another may send and drop, in the order of the claims. The
-// calls themselves must not overlap: Python's lock sees to that.
+// One thread takes; another may send and drop, in the order of what was taken. The calls themselves
+// must not overlap: Python's lock sees to that.
 #pragma once
 
 #include <chrono>
@@ -47,12 +47,25 @@ struct StageClaim {
   uint64_t begin = 0;  // positions only grow, as the ring's do
   uint64_t end = 0;
   cuda::DevicePtr address = 0;
+  uint64_t number = 0;  // from 1 once it is sealed: once that is gathered(), the sources are free
 };
 
-// Planes of equal width on the device.
+// Planes of equal width on the device, and the stream on which they are computed.
 struct DevicePlanes {
   std::vector<GatherPlane> planes;
+  uint64_t rows = 0;
   uint64_t row_bytes = 0;
+  cuda::Stream stream = nullptr;
+
+  uint64_t bytes(uint64_t rows) const { return planes.size() * rows * row_bytes; }
+};
+
+// Decode steps that are gathered one by one: [planes, rows, limit, row].
+struct StageSteps {
+  StageClaim claim;
+  uint64_t rows = 0;
+  uint64_t limit = 0;
+  uint64_t count = 0;
 };
 
 class Copier {
@@ -65,15 +78,16 @@ class Copier {
   // Registers the ring with the driver: a GPU can only write into pinned memory.
   void pin(const RingWriter& ring);
 
-  // `stream` waits until the copies that still read this part of the stage have ended. Nothing if
-  // older claims, unsent, take all the room.
-  std::optional<StageClaim> claim(cuda::Stream stream, uint64_t bytes);
-  // Copies rows into the claim, which then holds planes of plane_rows rows each.
-  void gather(cuda::Stream stream, const StageClaim& claim, const DevicePlanes& source,
-              const GatherRun* runs, size_t count, uint64_t plane_rows);
-  // All that the claim is to hold has been given to `stream`. Returns a number, from 1: once it is
-  // gathered(), the sources are free.
-  uint64_t seal(cuda::Stream stream, const StageClaim& claim);
+  // Gathers rows: [planes, rows, row]. The planes' stream waits, on the GPU, until the copies that
+  // still read that part of the stage have ended. Nothing if older claims, unsent, take all the
+  // room.
+  std::optional<StageClaim> take(const DevicePlanes& source, uint64_t row, uint64_t rows);
+  // Claims room in the same way for steps that come one by one, all on the planes' stream.
+  std::optional<StageSteps> begin_steps(const DevicePlanes& like, uint64_t rows, uint64_t limit);
+  void add_step(StageSteps& steps, const DevicePlanes& source);
+  // No more steps will come.
+  void seal_steps(StageSteps& steps, cuda::Stream stream);
+
   // Copies pieces of the claim into the record and commits it, both behind what the stream had been
   // given when the claim was sealed. Each piece is `height` times `width` bytes, `from_pitch` apart
   // in the claim and `to_pitch` in the record; together they are the whole payload.
@@ -84,7 +98,7 @@ class Copier {
   };
   void send(const StageClaim& claim, const Slot& slot, const std::vector<Piece>& pieces,
             uint64_t from_pitch, uint64_t to_pitch, uint64_t height);
-  // Gives a sealed claim back unsent.
+  // Gives a claim back unsent.
   void drop(const StageClaim& claim);
 
   // The highest sealed claim of which all has been gathered, and of all before it.
@@ -109,8 +123,13 @@ class Copier {
 
   void check_open() const;
   void load_kernel();
+  std::optional<StageClaim> claim(cuda::Stream stream, uint64_t bytes);
+  // Rows from `row` on, to `target`, where planes and rows are so many bytes apart.
+  void gather(const DevicePlanes& source, uint64_t row, uint64_t rows, cuda::DevicePtr target,
+              uint64_t target_plane, uint64_t target_row);
   void gather_by_engine(cuda::Stream stream, const GatherArguments& a);
   void launch(cuda::Stream stream, GatherArguments& a);
+  void seal(cuda::Stream stream, StageClaim& claim);
   cuda::Event take_event();
   Claim& unsent(const StageClaim& claim);
   void finish(Claim& claim);

@@ -9,16 +9,12 @@ __device__ void gather(const GatherArguments& a) {
   const uint32_t units = a.row_bytes / sizeof(Unit);
   for (uint32_t item = blockIdx.x; item < a.planes * a.rows; item += gridDim.x) {
     const uint32_t plane = item / a.rows;
-    uint32_t row = item - plane * a.rows;
-    uint32_t r = 0;
-    while (row >= a.run[r].rows) row -= a.run[r++].rows;
-    const GatherRun run = a.run[r];
+    const uint64_t row = item - plane * a.rows;
     const GatherPlane source = a.plane[plane];
-    const Unit* const __restrict__ from = reinterpret_cast<const Unit*>(
-        source.address + (run.source_row + uint64_t{row}) * source.stride_bytes);
+    const Unit* const __restrict__ from =
+        reinterpret_cast<const Unit*>(source.address + row * source.stride_bytes);
     Unit* const __restrict__ to =
-        reinterpret_cast<Unit*>(a.target + plane * a.plane_bytes +
-                                (run.target_row + uint64_t{row} * run.target_step) * a.row_bytes);
+        reinterpret_cast<Unit*>(a.target + plane * a.target_plane + row * a.target_row);
 #pragma unroll 4
     for (uint32_t i = threadIdx.x; i < units; i += kGatherThreads) to[i] = from[i];
   }

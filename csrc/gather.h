@@ -5,31 +5,22 @@
 
 namespace hst {
 
-enum { kGatherPlanes = 32, kGatherRuns = 128, kGatherThreads = 256 };
-
-// Rows source_row, source_row + 1, … of every plane, to rows target_row, target_row + step, …
-struct GatherRun {
-  uint32_t source_row;
-  uint32_t rows;
-  uint32_t target_row;
-  uint32_t target_step;
-};
+enum { kGatherPlanes = 32, kGatherThreads = 256 };
 
 struct GatherPlane {
   uint64_t address;
   uint64_t stride_bytes;
 };
 
+// The same rows of every plane.
 struct GatherArguments {
-  uint64_t target;       // row 0 of plane 0
-  uint64_t plane_bytes;  // distance of planes in the target
-  uint64_t row_bytes;    // also the distance of rows in the target
+  uint64_t target;        // where the first row of the first plane goes
+  uint64_t target_plane;  // bytes from one plane to the next there
+  uint64_t target_row;    // bytes from one row to the next there
+  uint64_t row_bytes;
+  uint32_t rows;
   uint32_t planes;
-  uint32_t runs;
-  uint32_t rows;  // of all runs
-  uint32_t zero;
-  GatherPlane plane[kGatherPlanes];
-  GatherRun run[kGatherRuns];
+  GatherPlane plane[kGatherPlanes];  // address: of the first row that is wanted
 };
 static_assert(sizeof(GatherArguments) <= 4096, "a kernel takes 4 KiB of arguments");
 

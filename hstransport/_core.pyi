@@ -160,14 +160,40 @@ def join_planes(
 def median_exponents(src_addr: int, rows: int, hidden: int, src_stride_bytes: int) -> _Bytes:
     """The lower median of each column's exponents, uint8[hidden]; ``rows`` >= 1."""
 
-class DevicePlanes:
+class Planes:
+    """The planes of one forward pass in the order of a run's layers, all in one memory."""
+
+    stream: int
+    """Handle of the CUDA stream on which the states are computed; 0 is the default stream."""
+    def __init__(
+        self,
+        planes: Sequence[tuple[int, int]],
+        rows: int,
+        row_bytes: int,
+        device: int | None,
+        stream: int,
+        owners: object,
+    ) -> None:
+        """``planes``: (address, bytes between rows). ConfigError for odd or null ones."""
+    def __len__(self) -> int: ...
     @property
-    def count(self) -> int: ...
+    def places(self) -> list[tuple[int, int]]:
+        """(Address, bytes between rows) of each."""
+    @property
+    def rows(self) -> int:
+        """Rows that every one of them has."""
     @property
     def row_bytes(self) -> int: ...
+    @property
+    def device(self) -> int | None:
+        """Ordinal of the CUDA device; None for host memory."""
 
-def device_planes(planes: Sequence[tuple[int, int]], row_bytes: int) -> DevicePlanes:
-    """(device address, bytes between rows) of each plane. ConfigError for odd or null ones."""
+def look_into(arrays: list[Any], hidden: int) -> Planes | None:
+    """Planes of arrays whose type has DLPack's C exchange interface (torch 2.10 and later).
+
+    None unless all are ``[rows, hidden]`` bf16 with contiguous rows on one device. Their stream is
+    the library's current one.
+    """
 
 def describe_dlpack(
     array: Any,
@@ -185,6 +211,20 @@ class StageClaim:
         """Device address."""
     @property
     def bytes(self) -> int: ...
+    @property
+    def number(self) -> int:
+        """Of what was gathered into it: its sources are free once Copier.gathered() has come here.
+        0 before seal()."""
+
+class Steps:
+    """Decode steps gathered one by one into one claim: ``[planes, rows, limit, hidden]``."""
+
+    def add(self, planes: Planes) -> int: ...
+    def again(self) -> int:
+        """Another step out of the same planes; both return the number of steps so far."""
+    def seal(self, stream: int) -> StageClaim: ...
+    @property
+    def count(self) -> int: ...
 
 class Copier:
     """One device's way into a ring; csrc/copier.h says how. Streams are driver handles.
@@ -194,18 +234,9 @@ class Copier:
 
     def __init__(self, device: int, stage_bytes: int) -> None: ...
     def pin(self, ring: RingWriter) -> None: ...
-    def claim(self, stream: int, bytes: int) -> StageClaim | None: ...
-    def gather(
-        self,
-        stream: int,
-        claim: StageClaim,
-        planes: DevicePlanes,
-        runs: Sequence[tuple[int, int, int, int]],
-        plane_rows: int,
-    ) -> None:
-        """``runs``: (source row, rows, target row, target step)."""
-    def seal(self, stream: int, claim: StageClaim) -> int:
-        """A number; the sources are free once it is gathered()."""
+    def take(self, planes: Planes, row: int, rows: int) -> StageClaim | None:
+        """Gather rows: ``[planes, rows, hidden]``. None: older claims, unsent, take the room."""
+    def begin_steps(self, like: Planes, rows: int, limit: int) -> Steps | None: ...
     def send(
         self,
         claim: StageClaim,

@@ -1,16 +1,17 @@
 """The gate between array libraries and the ring: arrays become integers, once, checked.
 
-A :class:`Plane` is a two-dimensional bf16 array as (address, rows, strides), together with the
-object that owns the memory, so that the source lives as long as somebody may copy from it.
+A forward pass's arrays become :class:`Planes`: addresses and strides of two-dimensional bf16
+arrays, together with the objects that own the memory, so that the sources live as long as somebody
+may copy from them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from . import _core
+from ._core import Planes
 from .errors import CaptureError
 
 # DLPack: device types and the type code of bfloat16.
@@ -33,18 +34,37 @@ class Plane(NamedTuple):
     """Keeps the memory alive."""
 
 
-@dataclass(slots=True)
-class Planes:
-    """The planes of one forward pass in the order of a run's layers, all on one device."""
+def planes(arrays: Sequence[Any], hidden: int, stream: int | None = None) -> Planes:
+    """Take the arrays of one forward pass, in the order of a run's layers; see :func:`plane`.
 
-    planes: list[Plane]
-    rows: int
-    """Rows that every one of them has."""
-    device: int | None
-    stream: int = 0
-    """Handle of the CUDA stream on which the states are computed; 0 is the default stream."""
-    native: Any = field(default=None, repr=False)
-    """The same for the copier, made when it first asks."""
+    ``stream``: handle of the CUDA stream on which they are computed; None: the library's current
+    one (torch), else what the arrays' own interface names, else the default stream.
+    """
+    arrays = list(arrays)
+    taken = _core.look_into(arrays, hidden)  # the short way, for what models hand over
+    if taken is None:
+        taken = _planes([plane(a, hidden) for a in arrays])
+        if taken.device is not None and stream is None:
+            stream = current_stream(arrays[0], taken.device)
+    if stream is not None:
+        taken.stream = stream
+    return taken
+
+
+def _planes(taken: Sequence[Plane]) -> Planes:
+    if not taken:
+        raise CaptureError("no planes")
+    devices = {p.device for p in taken}
+    if len(devices) > 1:
+        raise CaptureError(f"planes lie on several devices: {sorted(map(str, devices))}")
+    return Planes(
+        [(p.address, p.stride_bytes) for p in taken],
+        min(p.rows for p in taken),
+        taken[0].row_bytes,
+        taken[0].device,
+        0,
+        [p.owner for p in taken],
+    )
 
 
 def plane(array: Any, hidden: int) -> Plane:
@@ -54,13 +74,6 @@ def plane(array: Any, hidden: int) -> Plane:
     ``__cuda_array_interface__`` (cupy, numba) or DLPack (jax, cupy…), of type bfloat16 or, as its
     bits, uint16. Raises CaptureError when it has another dtype, shape or order than states have.
     """
-    if hasattr(array, "data_ptr"):  # what a model hands over in every pass, without detours
-        shape, stride = array.shape, array.stride()
-        plain = len(stride) == 2 and stride[1] == 1 and stride[0] >= hidden == shape[1]
-        if plain and _TORCH_NAMES.get(array.dtype) == "bfloat16":
-            ordinal = array.get_device()
-            at = None if ordinal < 0 else ordinal
-            return Plane(array.data_ptr(), shape[0], hidden * 2, stride[0] * 2, at, array)
     dtype, shape, strides, address, device, owner = _describe(array)
     if dtype not in ("bfloat16", "uint16"):
         raise CaptureError(
@@ -76,41 +89,14 @@ def plane(array: Any, hidden: int) -> Plane:
     return Plane(address, rows, width, strides[0] if rows > 1 else width, device, owner)
 
 
-def planes(arrays: Sequence[Any], hidden: int, stream: int | None = None) -> Planes:
-    """Take arrays of one forward pass; see :func:`plane`.
-
-    ``stream``: the CUDA stream on which they are computed; None: torch's current stream for torch
-    tensors, else what the arrays' own interface names, else the default stream.
-    """
-    taken = [plane(a, hidden) for a in arrays]
-    if not taken:
-        raise CaptureError("no planes")
-    rows, device = taken[0].rows, taken[0].device
-    for p in taken:
-        rows = min(rows, p.rows)
-        if p.device != device:
-            devices = sorted({str(p.device) for p in taken})
-            raise CaptureError(f"planes lie on several devices: {devices}")
-    if device is not None and stream is None:
-        stream = current_stream(arrays[0], device)
-    return Planes(taken, rows, device, stream or 0)
-
-
 def current_stream(array: Any, device: int) -> int:
     """Handle of the stream on which whoever made ``array`` computes."""
     if hasattr(array, "data_ptr"):
-        return torch_stream(device)
+        import torch
+
+        return int(torch.cuda.current_stream(device).cuda_stream)
     interface = getattr(array, "__cuda_array_interface__", None)
     return int((interface or {}).get("stream") or 0)
-
-
-def torch_stream(device: int) -> int:
-    """Handle of torch's current stream on a device."""
-    import torch
-
-    # Without the stream object that torch.cuda.current_stream makes: 4 us less for each pass.
-    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return int(raw(device) if raw else torch.cuda.current_stream(device).cuda_stream)
 
 
 def split_packed(array: Any, count: int, hidden: int) -> list[Any]:
@@ -122,13 +108,6 @@ def split_packed(array: Any, count: int, hidden: int) -> list[Any]:
     return [array[:, k * hidden : (k + 1) * hidden] for k in range(count)]
 
 
-_TORCH_NAMES: dict[Any, str] = {}  # torch's dtypes are slow to print, and torch may not be here
-
-
-def _torch_name(dtype: Any) -> str:
-    return _TORCH_NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
-
-
 _Description = tuple[str, tuple[int, ...], tuple[int, ...], int, int | None, Any]
 
 
@@ -137,8 +116,8 @@ def _describe(array: Any) -> _Description:
     if hasattr(array, "data_ptr"):
         item = array.element_size()
         strides = tuple([s * item for s in array.stride()])
-        name = _TORCH_NAMES.get(array.dtype) or _torch_name(array.dtype)
-        ordinal = array.get_device()  # a tenth of the price of array.device
+        name = str(array.dtype).removeprefix("torch.")
+        ordinal = array.get_device()
         device = ordinal if ordinal >= 0 else None
         return name, array.shape, strides, array.data_ptr(), device, array
     interface = getattr(array, "__cuda_array_interface__", None)

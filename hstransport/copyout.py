@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from . import _core
-from .capture import Planes
+from ._core import Planes
 from .errors import CudaError, HsTransportError
 from .ring import Reservation, RingWriter
 
@@ -52,8 +52,11 @@ class Rows(Protocol):
 class Steps(Rows, Protocol):
     """Rows of consecutive decode steps; in the record each row has all its steps together."""
 
-    def add(self, planes: Planes) -> None:
-        """Gather the rows of one more step."""
+    def add(self, planes: Planes) -> int:
+        """Gather the rows of one more step; how many steps that makes."""
+
+    def again(self) -> int:
+        """The same, out of the planes of the step before."""
 
     def seal(self) -> None:
         """No more steps will come."""
@@ -92,7 +95,7 @@ class HostCopier:
     def gather(self, rows: RowRange, planes: Planes) -> Rows | None:
         if planes.device is not None:
             raise CudaError(f"states lie on cuda:{planes.device}, this copier takes host memory")
-        size = sum(p.row_bytes for p in planes.planes) * rows.rows
+        size = len(planes) * planes.row_bytes * rows.rows
         waiting = self._gathered_bytes - self._copied_bytes
         if waiting and waiting + size > MAX_HELD_BYTES:
             return None
@@ -119,12 +122,12 @@ class _HostRows(NamedTuple):
     size: int
 
     def fill(self, record: Reservation, ranges: Sequence[RowRange]) -> None:
-        offset = 0
-        for p in self.planes.planes:
+        offset, row_bytes = 0, self.planes.row_bytes
+        for address, stride_bytes in self.planes.places:
             for r in ranges:
-                address = p.address + (self.first + r.row) * p.stride_bytes
-                record.copy_rows(offset, address, r.rows, p.row_bytes, p.stride_bytes)
-                offset += r.rows * p.row_bytes
+                start = address + (self.first + r.row) * stride_bytes
+                record.copy_rows(offset, start, r.rows, row_bytes, stride_bytes)
+                offset += r.rows * row_bytes
         record.commit()
         self.drop()
 
@@ -162,31 +165,22 @@ class DeviceCopier:
         self.core.pin(ring.core)
 
     def gather(self, rows: RowRange, planes: Planes) -> Rows | None:
-        core, stream = self.core, planes.stream
-        native = planes.native or self.native(planes)
-        claim = core.claim(stream, native.count * rows.rows * native.row_bytes)
+        self._check(planes)
+        claim = self.core.take(planes, rows.row, rows.rows)
         if claim is None:
             return None
-        core.gather(stream, claim, native, [(rows.row, rows.rows, 0, 1)], rows.rows)
-        self.hold(core.seal(stream, claim), planes)
-        return _DeviceRows(core, claim, rows.rows, native.count, native.row_bytes)
+        self.hold(claim.number, planes)
+        return _DeviceRows(self.core, claim, rows.rows, len(planes), planes.row_bytes)
 
     def gather_steps(self, rows: int, planes: Planes, steps: int) -> Steps | None:
-        native = planes.native or self.native(planes)
-        size = native.count * rows * steps * native.row_bytes
-        claim = self.core.claim(planes.stream, size)
-        return None if claim is None else _DeviceSteps(self, claim, rows, steps, planes)
+        self._check(planes)
+        native = self.core.begin_steps(planes, rows, steps)
+        return None if native is None else _DeviceSteps(self, native, rows, steps, planes)
 
-    def native(self, planes: Planes) -> Any:
-        """The planes as the copier takes them, made once."""
-        if planes.native is None:
-            if planes.device != self.device:
-                where = "host memory" if planes.device is None else f"cuda:{planes.device}"
-                raise CudaError(f"states lie in {where}, this copier takes cuda:{self.device}")
-            planes.native = _core.device_planes(
-                [(p.address, p.stride_bytes) for p in planes.planes], planes.planes[0].row_bytes
-            )
-        return planes.native
+    def _check(self, planes: Planes) -> None:
+        if planes.device != self.device:
+            where = "host memory" if planes.device is None else f"cuda:{planes.device}"
+            raise CudaError(f"states lie in {where}, this copier takes cuda:{self.device}")
 
     def hold(self, number: int, sources: Any) -> None:
         """Keep sources until what was sealed under ``number`` is gathered."""
@@ -242,30 +236,31 @@ class _DeviceSteps:
     """Decode steps in the stage: ``[planes, rows, steps, hidden]``."""
 
     def __init__(
-        self, copier: DeviceCopier, claim: _core.StageClaim, rows: int, limit: int, planes: Planes
+        self, copier: DeviceCopier, native: _core.Steps, rows: int, limit: int, like: Planes
     ) -> None:
+        self.again = native.again
         self._copier = copier
-        self._gather = copier.core.gather
-        self._claim = claim
+        self._native = native
         self._rows = rows
         self._limit = limit
-        self._stream = planes.stream
-        self._count = planes.native.count
-        self._row_bytes = planes.native.row_bytes
+        self._stream = like.stream
+        self._count = len(like)
+        self._row_bytes = like.row_bytes
         self._steps = 0
+        self._claim: _core.StageClaim | None = None
         self._sources: list[Planes] = []
 
-    def add(self, planes: Planes) -> None:
-        native = planes.native or self._copier.native(planes)
+    def add(self, planes: Planes) -> int:
+        self._copier._check(planes)
         if not self._sources or self._sources[-1] is not planes:
             self._sources.append(planes)
-        runs = [(0, self._rows, self._steps, self._limit)]
-        self._gather(self._stream, self._claim, native, runs, self._rows * self._limit)
-        self._steps += 1
+        return self._native.add(planes)
 
     def seal(self) -> None:
+        self._claim = self._native.seal(self._stream)
+        self._steps = self._native.count
         sources, self._sources = self._sources, []
-        self._copier.hold(self._copier.core.seal(self._stream, self._claim), sources)
+        self._copier.hold(self._claim.number, sources)
 
     def fill(self, record: Reservation, ranges: Sequence[RowRange]) -> None:
         # Of each row the record takes the steps that there were, in the stage there is room for
@@ -281,10 +276,15 @@ class _DeviceSteps:
             single = [RowRange(r.row + i, 1) for r in ranges for i in range(r.rows)]
             pieces = _pieces(single, pitch, width)
             layout = pieces, self._rows * pitch, kept * width, self._count
-        self._copier.core.send(self._claim, record, *layout)
+        self._copier.core.send(self._sealed, record, *layout)
 
     def drop(self) -> None:
-        self._copier.core.drop(self._claim)
+        self._copier.core.drop(self._sealed)
+
+    @property
+    def _sealed(self) -> _core.StageClaim:
+        assert self._claim is not None, "decode steps are sealed before they are used"
+        return self._claim
 
 
 def _pieces(ranges: Iterable[RowRange], pitch: int, width: int) -> list[tuple[int, int, int]]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from .capture import Planes
+from ._core import Planes
 from .channel import Publisher
 from .copyout import Copier, HostCopier, RowRange, Rows, Steps
 from .errors import CaptureError, ConfigError, HsTransportError
@@ -161,14 +161,27 @@ class Exporter:
             self._open_run(run, planes)
         elif run.stream != planes.stream:
             raise CaptureError("the server changed the stream of its decode steps in mid-run")
-        run.steps += 1
         if run._gathered is None:
-            self._run, run.open = None, False
+            run.steps, run.open, self._run = 1, False, None
             self.forward(run.plan, run.rows, planes)
             return
-        run._gathered.add(planes)
+        run.steps = run._gathered.add(planes)
         if run.steps == run._limit:
             self._finish_run()
+
+    def again(self, run: DecodeRun, stream: int) -> None:
+        """The same out of the planes of the step before, and handed over when that is due.
+
+        The usual step of a server, which replays its decode graph: made to cost little.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if not run.open or run._gathered is None or stream != run.stream:
+            raise CaptureError("this run of decode steps has ended, or changed its stream")
+        run.steps = run._gathered.again()
+        if run.steps == run._limit:
+            self._finish_run()
+            self.submit()
 
     def end(
         self,

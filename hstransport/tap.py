@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from .capture import Planes, planes, split_packed
+from ._core import Planes
+from .capture import planes, split_packed
 from .errors import CaptureError
 from .exporter import DecodeRun, Exporter, Plan
 from .follower import Follower, Noted, Pass
@@ -28,7 +29,7 @@ class Forward(NamedTuple):
     rows: int
 
 
-class _Batch(NamedTuple):
+class _Decode(NamedTuple):
     """The batch of the open run of decode steps."""
 
     requests: list[Any]
@@ -45,7 +46,7 @@ class Tap:
         self.follower = follower
         self._info = info
         self._exporter = exporter
-        self._decode: _Batch | None = None
+        self._decode: _Decode | None = None
         self._stopped = False
         self._closing: threading.Thread | None = None
         self._lock = threading.Lock()  # one thread at a time calls the exporter
@@ -106,28 +107,26 @@ class Tap:
         self._decode = None
         return Forward(partial(self.follower.plan, list(batch), step, noted), sum(step.counts))
 
-    def plan_decode(
-        self,
-        batch: Sequence[Any],
-        tokens: int | None,
-        positions: Callable[[], list[int] | None],
-        noted: Callable[[], Noted],
-    ) -> DecodeRun:
-        """The same for a decode step: one row for each request of the batch, in its order.
+    def going_on(self, batch: list[Any], tokens: int | None) -> DecodeRun | None:
+        """The open run of decode steps, if the coming step is one more of it.
 
-        ``tokens``: sum of the sequences' lengths, None when the server does not say. ``positions``
-        of the rows (None when the server keeps them on the device) and ``noted`` are asked for only
-        when the batch has changed: while it stays the same a step costs next to nothing here.
+        ``batch``: one row for each of these requests, in their order. ``tokens``: sum of their
+        sequences' lengths, None when the server does not say.
         """
         last = self._decode
-        if last is not None and last.run.open and batch == last.requests:
-            expected = (last.tokens or 0) + last.run.steps * len(batch)
-            if tokens is None or tokens == expected:
-                return last.run
+        if last is None or not last.run.open or batch != last.requests:
+            return None
+        run = last.run
+        goes_on = tokens is None or tokens == (last.tokens or 0) + run.steps * run.rows
+        return run if goes_on else None
+
+    def plan_decode(
+        self, batch: Sequence[Any], step: Pass, noted: Noted, tokens: int | None
+    ) -> DecodeRun:
+        """A coming decode step that begins a run; see :meth:`plan` and :meth:`going_on`."""
         requests = list(batch)
-        step = Pass(positions(), [1] * len(requests))
-        run = DecodeRun(partial(self.follower.plan, requests, step, noted()), len(requests))
-        self._decode = _Batch(requests, run, tokens)
+        run = DecodeRun(partial(self.follower.plan, requests, step, noted), len(requests))
+        self._decode = _Decode(requests, run, tokens)
         return run
 
     def planes(self, states: tuple[Any, Any], stream: int | None = None) -> Planes:
@@ -151,6 +150,17 @@ class Tap:
             arrays.append(final)
         return planes(arrays, hidden, stream)
 
+    def again(self, run: DecodeRun, stream: int) -> None:
+        """Gather one more step of an open run, whose states lie where its last step's lay."""
+        with self._lock:
+            if self._stopped:
+                return
+            try:
+                self._exporter.again(run, stream)
+            except Exception:
+                self._abandon(run)
+                raise
+
     def take(self, work: Forward | DecodeRun, states: Callable[[], Planes]) -> None:
         """Gather the rows of the pass that :meth:`plan` or :meth:`plan_decode` was told of."""
         exporter = self._exporter
@@ -166,10 +176,13 @@ class Tap:
                 else:
                     exporter.forward(work.plan, work.rows, planes)
             except Exception:
-                exporter.abandon()
-                exporter.post(self._name, work)  # so that the samples that end here have begun
+                self._abandon(work)
                 raise
             exporter.submit()
+
+    def _abandon(self, work: Forward | DecodeRun) -> None:
+        self._exporter.abandon()
+        self._exporter.post(self._name, work)  # so that the samples that end here have begun
 
     @staticmethod
     def _name(work: Forward | DecodeRun) -> None:

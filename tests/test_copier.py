@@ -18,6 +18,7 @@ import pytest
 from rig.fake_cuda import FakeArray, FakeStream, load, on_fake_cuda
 from rig.producer import HIDDEN, Producer, read_samples, tokens
 
+from hstransport import _core
 from hstransport.capture import plane, planes
 from hstransport.copyout import DeviceCopier
 from hstransport.errors import CaptureError, ConfigError, CudaError, LeaseError
@@ -300,13 +301,13 @@ def test_a_stop_in_the_middle_of_a_run_gives_everything_back(ring_dir):
     tap.guarded(
         tap.take, tap.plan([a], Pass([0], [4]), Noted()), lambda: device_planes(producer.states(4))
     )
-    run = tap.plan_decode([a], None, lambda: [4], Noted)
+    run = tap.plan_decode([a], Pass([4], [1]), Noted(), None)
     tap.guarded(tap.take, run, lambda: device_planes(producer.states(1)))
 
     def broken():
         raise CaptureError("several decode graphs of batch size 1")
 
-    tap.guarded(tap.take, tap.plan_decode([a], None, lambda: [5], Noted), broken)
+    tap.guarded(tap.take, tap.going_on([a], None), broken)
     deadline = time.monotonic() + 10
     while not reader.closed:
         assert time.monotonic() < deadline
@@ -343,12 +344,53 @@ def test_the_gate_takes_device_arrays_of_any_library(ring_dir):
     states = np.arange(6 * HIDDEN, dtype=np.uint16).reshape(6, HIDDEN)
     taken = planes([FakeArray(states, stream=77)], HIDDEN)
     assert (taken.device, taken.stream, taken.rows) == (0, 77, 6)
-    assert taken.planes[0].address == states.ctypes.data
+    assert taken.places[0] == (states.ctypes.data, 2 * HIDDEN)
     with pytest.raises(CaptureError, match="several devices"):
         planes([FakeArray(states), states], HIDDEN)
     producer, _ = open_pair(ring_dir)
     with pytest.raises(CudaError, match="host memory"):
         producer.put([RowSpan(producer.start("a", 6), 0, 0, 6)], planes([states], HIDDEN))
+
+
+def test_tensors_of_a_model_are_looked_into_without_detours(monkeypatch):
+    """DLPack's C interface and the general way find the same in what both take."""
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this torch has no DLPack C exchange interface")
+    wide = torch.randn(6, 3 * HIDDEN).to(torch.bfloat16)
+    good = [wide[:, :HIDDEN], wide[1:5, HIDDEN : 2 * HIDDEN], wide[:, 2 * HIDDEN :].contiguous()]
+    one_row = [wide[2:3, HIDDEN : 2 * HIDDEN], torch.nn.Parameter(wide[0:1, :HIDDEN])[:, :]]
+    for arrays in (good, one_row):
+        fast = _core.look_into(arrays, HIDDEN)
+        assert fast is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(_core, "look_into", lambda *a: None)
+            slow = planes(arrays, HIDDEN)
+        addresses = [t.data_ptr() for t in arrays]
+        assert [a for a, _ in fast.places] == [a for a, _ in slow.places] == addresses
+        assert (fast.rows, fast.row_bytes, fast.device) == (slow.rows, slow.row_bytes, None)
+        if fast.rows > 1:
+            assert [s for _, s in fast.places] == [t.stride(0) * 2 for t in arrays]
+    transposed = torch.randn(HIDDEN, 6).to(torch.bfloat16).T
+    for bad in (wide.float(), wide[0], transposed, wide, wide[:, ::3], np.zeros((6, HIDDEN), "u2")):
+        assert _core.look_into([good[0], bad], HIDDEN) is None
+    assert _core.look_into([], HIDDEN) is None
+    for bad, why in ((wide.float()[:, :HIDDEN], "float32"), (wide[:, ::3], "contiguous")):
+        with pytest.raises(CaptureError, match=why):
+            planes([bad], HIDDEN)
+
+
+def test_planes_keep_their_sources():
+    torch = pytest.importorskip("torch")
+    tensor = torch.ones(2, HIDDEN, dtype=torch.bfloat16)
+    alive = weakref.ref(tensor)
+    taken = planes([tensor], HIDDEN)
+    del tensor
+    gc.collect()
+    assert alive() is not None
+    del taken
+    gc.collect()
+    assert alive() is None
 
 
 def test_the_gate_takes_dlpack():
@@ -392,27 +434,29 @@ def test_a_gpu_without_room_for_the_stage_says_what_to_do(ring_dir):
 def test_claims_and_shapes_are_checked(ring_dir):
     copier = DeviceCopier(0, 1 << 20)
     core = copier.core
+    rows = (1 << 20) // (2 * HIDDEN)
+    planes = device_planes(np.zeros((1, rows + 1, HIDDEN), np.uint16))
     with pytest.raises(ConfigError, match="the stage has 1048576"):
-        core.claim(0, (1 << 20) + 1)
-    claim = core.claim(0, 1000)
-    assert core.claim(0, (1 << 20) - 1000) is None, "an unsent claim was given away"
-    native = copier.native(device_planes(np.zeros((1, 4, HIDDEN), np.uint16)))
-    with pytest.raises(ConfigError, match="exceed the claim"):
-        core.gather(0, claim, native, [(0, 4, 0, 1)], 400)
-    with pytest.raises(ConfigError, match="outside planes of 4 rows"):
-        core.gather(0, claim, native, [(0, 4, 1, 1)], 4)
-    with pytest.raises(LeaseError, match="not sealed"):
-        core.drop(claim)
-    core.seal(0, claim)
+        core.take(planes, 0, rows + 1)
+    with pytest.raises(ConfigError, match=f"the planes have {rows + 1}"):
+        core.take(planes, 2, rows)
+    steps = core.begin_steps(planes, 2, 4)
+    assert core.take(planes, 0, rows - 1) is None, "an unsent claim was given away"
+    assert [steps.add(planes), *(steps.again() for _ in range(3))] == [1, 2, 3, 4]
+    with pytest.raises(LeaseError, match="step 5 of at most 4"):
+        steps.again()
+    claim = steps.seal(0)
+    with pytest.raises(LeaseError, match="sealed"):
+        steps.seal(0)
     core.drop(claim)
     with pytest.raises(LeaseError, match="sent or dropped"):
         core.drop(claim)
-    assert core.claim(0, 1 << 20) is not None
+    core.drop(core.take(planes, 1, rows))
     with pytest.raises(ConfigError, match="there are 1 CUDA devices"):
         DeviceCopier(1, 1 << 20)
     copier.close()
     with pytest.raises(LeaseError, match="closed"):
-        core.claim(0, 1000)
+        core.take(planes, 0, 1)
 
 
 class Request:
@@ -448,7 +492,8 @@ def test_a_taps_decode_steps_run_on_while_the_batch_stays_the_same(ring_dir):
 
     def decode(batch, positions, *, told=True, jump=0):
         tokens = sum(positions) + len(positions) if told else None
-        run = tap.plan_decode(batch, tokens, lambda: positions if told else None, Noted)
+        at = Pass(positions if told else None, [1] * len(batch))
+        run = tap.going_on(batch, tokens) or tap.plan_decode(batch, at, Noted(), tokens)
         take(run, list(zip(batch, positions, strict=True)))
         return run
 
@@ -509,7 +554,8 @@ def an_error_ends_capture_once(ring_dir):
         if step % 2 == 0:
             work = tap.guarded(tap.plan, requests, Pass([8 * step] * 2, [8, 8]), Noted())
         else:
-            work = tap.guarded(tap.plan_decode, requests, None, lambda at=8 * step: [at] * 2, Noted)
+            at = Pass([8 * step] * 2, [1] * 2)
+            work = tap.guarded(tap.plan_decode, requests, at, Noted(), None)
         if work:
             tap.guarded(tap.take, work, lambda s=states: device_planes(s))
         time.sleep(0.002)

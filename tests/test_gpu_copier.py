@@ -239,10 +239,7 @@ def test_long_a_million_records_are_ready_only_when_they_are_there(cp, ring_dir)
         if not pinned:
             copier.pin(ring)
             pinned.append(ring)
-        claim = core.claim(0, 2 * size)
-        native = _core.device_planes([(address, 2 * size)], 2 * size)
-        core.gather(0, claim, native, [(0, 1, 0, 1)], 1)
-        core.seal(0, claim)
+        claim = core.take(_core.Planes([(address, 2 * size)], 1, 2 * size, 0, 0, None), 0, 1)
         core.send(claim, slot, [(0, 0, 2 * size)], 2 * size, 2 * size, 1)
 
     bad, ring = write_records(cp, ring_dir / "a.ring", random_sizes(1_000_000, 1, 1 << 18), send)

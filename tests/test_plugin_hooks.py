@@ -6,11 +6,14 @@ server runs requests to their end, and let go afterwards.
 
 import threading
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
+from rig.fake_cuda import FakeArray, FakeStream, on_fake_cuda
 from rig.producer import HIDDEN, Producer, read_samples
 
+from hstransport.copyout import DeviceCopier
 from hstransport.follower import Follower
 from hstransport.ring import RingReader
 from hstransport.settings import Settings
@@ -19,6 +22,13 @@ from hstransport.tap import Tap
 
 
 class Mode:
+    """One object for each mode, as the members of SGLang's enum are."""
+
+    _known: ClassVar = {}
+
+    def __new__(cls, name):
+        return cls._known.setdefault(name, super().__new__(cls))
+
     def __init__(self, name):
         self._name = name
 
@@ -168,3 +178,125 @@ def test_the_surplus_pass_of_a_request_that_just_ended_begins_nothing(held):
     samples = {start.id: (end, rows) for start, end, rows in let()}
     assert samples.keys() == {"a", "b"}
     assert set(samples["b"][1]) == set(range(5))
+
+
+class Graphs:
+    """Decode graphs of some sizes, replayed on a stream of a CUDA device that is none."""
+
+    def __init__(self, plugin, stream, sizes):
+        self.bs = 0
+        self._stream = stream
+        self._sources = []  # read when the stream comes to them
+        self._static = {n: np.zeros((3, n, HIDDEN), np.uint16) for n in sizes}
+        for n, (*layers, final) in self._static.items():
+            # What logits_forward finds while SGLang captures the graph.
+            plugin._graphs[n] = (FakeArray(final), [FakeArray(p) for p in layers])
+
+    def replay(self, size, values):
+        self.bs = size
+        source = np.zeros_like(self._static[size])
+        source[:, : len(values)] = np.asarray(values, np.uint16)[None, :, None]
+        self._sources.append(source)
+        self._stream.write(self._static[size], source)
+
+
+def gpu_server(ring_dir):
+    copier = DeviceCopier(0, 1 << 20)
+    producer = Producer(ring_dir, copier=copier, ring_bytes=16 << 20)
+    server = Server(producer)
+    stream = FakeStream()
+    plugin = server.plugin
+    plugin._device, plugin._current_stream = 0, lambda device: stream.handle
+    graphs = Graphs(plugin, stream, (2, 4))
+    server.runner = plugin._runner = SimpleNamespace(decode_cuda_graph_runner=graphs)
+    return server, graphs
+
+
+def step(server, graphs, batch, positions, *, eager=False, size=None):
+    """One decode step; the state of a request's row is a number of its own and its position."""
+    values = [1000 * req.number + p for req, p in zip(batch, positions, strict=True)]
+    size = size or (2 if len(batch) <= 2 else 4)
+    forward = SimpleNamespace(
+        forward_mode=Mode("decode"),
+        batch_size=len(batch),
+        seq_lens_cpu=np.add(positions, 1),
+        seq_lens_sum=sum(positions) + len(batch),
+    )
+
+    def model(runner, forward_batch):
+        if not eager:
+            graphs.replay(size, values)
+            return SimpleNamespace(can_run_graph=True)
+        final, *layers = (
+            FakeArray(np.repeat(np.asarray(values, np.uint16)[:, None], HIDDEN, axis=1))
+            for _ in range(3)
+        )
+        server.plugin.logits_forward(lambda *a: None, None, None, final, None, None, layers)
+        return SimpleNamespace(can_run_graph=False)
+
+    server.plugin.run_batch(
+        lambda s, b: server.plugin.model_forward(model, server.runner, forward),
+        server.scheduler,
+        SimpleNamespace(reqs=batch),
+    )
+
+
+@on_fake_cuda()
+def test_replays_eager_steps_and_other_graphs_in_any_order(ring_dir):
+    """Each row is that of its own step: also where a step does not read what the last one read."""
+    server, graphs = gpu_server(ring_dir)
+    rng = np.random.default_rng(3)
+    requests = [request(f"r{i}", 1) for i in range(4)]
+    at = {}
+    for number, req in enumerate(requests):
+        req.number = number + 1
+        at[req.rid] = 0
+    again = []
+    real = server.plugin._tap.again
+    server.plugin._tap.again = lambda run, stream: (again.append(run), real(run, stream))
+    batch = list(requests[:2])
+    for _ in range(400):
+        chance = rng.random()
+        if chance < 0.05:
+            batch = [requests[i] for i in rng.permutation(4)[: rng.integers(1, 5)]]
+        eager = 0.05 < chance < 0.1
+        size = 4 if 0.1 < chance < 0.15 else None
+        if 0.15 < chance < 0.18:  # its positions jump: the server computes something again
+            for req in batch:
+                at[req.rid] += 3
+        step(server, graphs, batch, [at[r.rid] for r in batch], eager=eager, size=size)
+        for req in batch:
+            at[req.rid] += 1
+    assert len(again) > 200, "the short way was hardly taken"
+    for req in requests:
+        req.output_ids = [7] * at[req.rid]
+        req.finished_reason = Ended()
+    server.result(requests)
+    server.producer.exporter.flush()
+    server.producer.close()
+    reader = RingReader.attach(server.producer.place.path)
+    samples, _ = read_samples(reader, server.producer.info)
+    found = {s.rid: rows for s, _, rows in samples}
+    assert len(found) == 4
+    for req in requests:
+        rows = found[req.rid]
+        assert len(rows) > 20
+        for position, states in rows.items():
+            assert (states == 1000 * req.number + position).all(), (req.rid, position)
+
+
+@on_fake_cuda()
+def test_a_stream_that_changes_in_mid_run_ends_capture(ring_dir):
+    server, graphs = gpu_server(ring_dir)
+    req = request("r", 1)
+    req.number = 1
+    for position in range(3):
+        step(server, graphs, [req], [position])
+    other = FakeStream()
+    server.plugin._current_stream = lambda device: other.handle
+    step(server, graphs, [req], [3])
+    step(server, graphs, [req], [4])  # serving goes on
+    server.plugin._tap._closing.join(20)
+    samples, _ = read_samples(RingReader.attach(server.producer.place.path), server.producer.info)
+    ((_, end, _),) = samples
+    assert end.reason == "aborted" and "stream" in end.detail

@@ -58,8 +58,8 @@ class Server:
         """One decode step: a row for each request."""
         tokens = None if positions is None else sum(positions) + len(positions)
         noted = Noted({id(r) for r in batch if r.over})
-        run = self.tap.guarded(
-            self.tap.plan_decode, batch, tokens, lambda: positions, lambda: noted
+        run = self.tap.going_on(batch, tokens) or self.tap.guarded(
+            self.tap.plan_decode, batch, Pass(positions, [1] * len(batch)), noted, tokens
         )
         final = np.repeat(np.asarray(ids, np.uint16)[:, None], HIDDEN, axis=1)
         if run:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hstransport.capture import Planes, planes
+from hstransport._core import Planes
+from hstransport.capture import planes
 from hstransport.channel import Publisher
 from hstransport.copyout import Copier, DeviceCopier
 from hstransport.exporter import DecodeRun, Exporter
