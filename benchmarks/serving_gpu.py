@@ -1,7 +1,8 @@
 """What capture costs a real SGLang server on a GPU: the same load, servers that take turns.
 
-off          hstransport is installed and off: the base
-off_again    another such server: how far two equal ones differ is the noise
+off          hstransport is installed and off
+off_again    another such server: how far two equal ones differ is the noise. The base that all
+             ways are compared with is the mean of these two in the same round
 aux_only     SGLang computes the inner layers' states, and nobody takes them
 hstransport  every row is captured, and hstransport-consumer writes shards on the same machine
 baseline     torch.save of .cpu() into /dev/shm inside the forward pass
@@ -46,8 +47,8 @@ from ways import SESSION, ConsumerBeside, Stage, last_words
 
 from hstransport.protocol import SessionInfo, unpack_info
 
-BASE = "off"
-WAYS = (BASE, "off_again", "aux_only", "hstransport", "baseline")
+OFF = ("off", "off_again")
+WAYS = (*OFF, "aux_only", "hstransport", "baseline")
 TIMED_PASSES = 3
 """Passes of each load with the tap's timers on: 48 prefill batches, 765 decode steps."""
 
@@ -152,7 +153,7 @@ class Bench:
         self._turns += 1
         if way == "hstransport":
             return self._capture(timed=False)
-        stages = {BASE: self._plain, "off_again": self._again}
+        stages = dict(zip(OFF, (self._plain, self._again), strict=True))
         with stages.get(way, self._by_hand) as stage:
             if way == "baseline":
                 self._saved.mkdir()
@@ -248,13 +249,13 @@ def figures(bench: Bench, turns: dict[str, list[Turn]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for kind, tokens in done.items():
         speed = {w: [tokens / getattr(t, f"{kind}_s") for t in ts] for w, ts in turns.items()}
+        base = [statistics.fmean(pair) for pair in zip(*(speed[w] for w in OFF), strict=True)]
         for way, values in speed.items():
             result[f"{way}_{kind}_tokens_per_s"] = statistics.median(values)
-            if way != BASE:
-                key = f"{kind}_ratio" if way == "hstransport" else f"{way}_{kind}_ratio"
-                result[key] = median_ratio(values, speed[BASE])
-                result[f"{key}_quartiles"] = spread(values, speed[BASE])
-                result[f"{key}_rounds"] = [v / b for v, b in zip(values, speed[BASE], strict=True)]
+            key = f"{kind}_ratio" if way == "hstransport" else f"{way}_{kind}_ratio"
+            result[key] = median_ratio(values, base)
+            result[f"{key}_quartiles"] = spread(values, base)
+            result[f"{key}_rounds"] = [v / b for v, b in zip(values, base, strict=True)]
     captured = turns["hstransport"]
     rows = prefill.rows + decode.rows
     assert bench.info is not None
@@ -317,7 +318,7 @@ def main() -> int:
             times = bench.tap_times()
         say(f"verifying after {time.monotonic() - begun:.0f} s")
         checked = verify(bench)
-    count = len(turns[BASE])
+    count = len(turns[OFF[0]])
     if not count:
         raise SystemExit("no round was finished within --limit-s")
     result = figures(bench, turns) | tap_figures(times) | checked

@@ -166,7 +166,7 @@ void bind_gate(nb::module_& m) {
             new (self)
                 Planes(*make_planes(planes, rows, row_bytes, device, stream, std::move(owners)));
           },
-          "planes"_a, "rows"_a, "row_bytes"_a, "device"_a.none(), "stream"_a, "owners"_a)
+          "planes"_a, "rows"_a, "row_bytes"_a, "device"_a.none(), "stream"_a, "owners"_a.none())
       .def("__len__", [](const Planes& p) { return p.planes.size(); })
       .def_prop_ro("places",
                    [](const Planes& p) {
