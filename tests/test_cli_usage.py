@@ -6,12 +6,15 @@ import json
 import shlex
 import subprocess
 import sys
+import time
 
 import pytest
+from rig.consumer import ConsumerProcess
 from rig.stub import StubServer
 
 from hstransport import __version__
 from hstransport.cli import _parser, main
+from hstransport.client import engine
 
 COMMANDS = ["extract", "inspect", "verify", "estimate"]
 
@@ -74,6 +77,55 @@ def test_bad_argument_is_named(capsys, tmp_path, prompts, args, words):
     status, out, err = hstransport(capsys, "extract", *base, *args)
     assert (status, out) == (2, "")
     assert words in err
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "one of the arguments --server --model is required"),
+        (["--server", "http://127.0.0.1:9", "--model", "m"], "not allowed with argument"),
+        (["--server", "http://127.0.0.1:9", "--layers", "2"], "--layers needs --model"),
+        (["--server", "http://127.0.0.1:9", "--", "--tp-size", "2"], "what follows -- needs --mod"),
+        (["--model", "m", "--api-key-env", "KEY"], "--api-key-env needs --server"),
+        (["--model", "m", "--layers", "two"], "HSTRANSPORT_LAYERS='two': 'two' is not allowed"),
+        (["--model", "m", "--rows", "some"], "invalid choice: 'some'"),
+        (["--model", "m", "--", "--model-path=n"], "--model-path=n after --"),
+    ],
+)
+def test_server_and_model_exclude_each_other_and_what_is_only_for_one(
+    capsys, monkeypatch, tmp_path, prompts, args, words
+):
+    monkeypatch.setattr(engine, "find_spec", lambda name: object())  # SGLang seems to be there
+    base = ["--prompts", prompts, "--out", tmp_path / "out"]
+    status, out, err = hstransport(capsys, "extract", *base, *args)
+    assert (status, out) == (2, "")
+    assert words in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_model_without_sglang_says_what_to_do(capsys, monkeypatch, tmp_path, prompts):
+    monkeypatch.setattr(engine, "find_spec", lambda name: None)
+    args = ["--model", "m", "--prompts", prompts, "--out", tmp_path / "out"]
+    status, out, err = hstransport(capsys, "extract", *args)
+    assert (status, out) == (2, "")
+    assert "SGLang, which is not installed here" in err
+
+
+def test_directory_of_another_consumer_is_refused_before_the_model_loads(
+    capsys, monkeypatch, tmp_path, ring_dir, prompts
+):
+    monkeypatch.setenv("HSTRANSPORT_DIR", str(ring_dir))
+    monkeypatch.setattr(engine, "find_spec", lambda name: object())
+    out_dir = tmp_path / "out"
+    with ConsumerProcess(out_dir, ring_dir):
+        lock = out_dir / ".lock"
+        while not (lock.exists() and lock.read_text()):  # it says whose it is
+            time.sleep(0.05)
+        args = ["--model", "m", "--prompts", prompts, "--out", out_dir]
+        status, out, err = hstransport(capsys, "extract", *args)
+    assert (status, out) == (2, "")
+    assert f"is writing into {out_dir}: wait for it" in err
+    assert not list(ring_dir.iterdir())
 
 
 def test_unreachable_server_is_status_3(capsys, tmp_path, prompts):

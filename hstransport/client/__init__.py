@@ -1,5 +1,5 @@
-"""Asking a server for many prompts' states: prompts, chat templates, HTTP, resume, progress.
+"""Asking for many prompts' states: chat templates, a server or an engine, resume, progress.
 
-prompts (chat) → extract → http
+prompts (chat) → extract → ask → target (http: a server; engine: one of one's own, in engine_host)
                     └────→ stored → hstransport_consumer.reader
 """

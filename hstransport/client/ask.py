@@ -1,4 +1,4 @@
-"""Asking a server for many prompts at once: bounded concurrency, retries, an end on demand."""
+"""Asking for many prompts at once: bounded concurrency, retries, an end on demand."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .http import Refused, Server, Unreachable
 from .prompts import Prompt
+from .target import Refused, Target, Unreachable
 
 _BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 30.0
@@ -61,9 +61,9 @@ class Asker:
     """Threads that ask one job after another; each job comes back once, answered or not."""
 
     def __init__(
-        self, server: Server, *, concurrency: int, retries: int, max_new_tokens: int
+        self, target: Target, *, concurrency: int, retries: int, max_new_tokens: int
     ) -> None:
-        self._server = server
+        self._target = target
         self._concurrency = concurrency
         self._retries = retries
         self._max_new_tokens = max_new_tokens
@@ -71,7 +71,7 @@ class Asker:
         self._lock = threading.Lock()
         self._failed_in_row = 0
         self.lost: str | None = None
-        """Why the server is believed to be gone, or None."""
+        """Why the target is believed to be gone, or None."""
 
     @property
     def stopped(self) -> bool:
@@ -123,13 +123,16 @@ class Asker:
             job.rid = f"hst-{uuid.uuid4().hex}"
             job.requests += 1
             try:
-                answer = self._server.generate(payload(job.prompt, job.rid, self._max_new_tokens))
+                answer = self._target.generate(payload(job.prompt, job.rid, self._max_new_tokens))
             except Refused as e:
                 job.state, job.detail = "refused", str(e)
                 self._failed_in_row = 0
                 return
             except Unreachable as e:
                 job.state, job.detail = "failed", str(e)
+                if self._target.failure:
+                    self.lose(self._target.failure)
+                    return
                 if attempt >= self._retries or self._stop.wait(_backoff_s(attempt)):
                     self._failed(str(e))
                     return
@@ -140,13 +143,19 @@ class Asker:
                 job.prompt_tokens = int(meta.get("prompt_tokens") or 0)
                 return
 
+    def lose(self, words: str) -> None:
+        """The target is gone: ask for no more."""
+        with self._lock:
+            self.lost = self.lost or words
+        self.stop()
+
     def _failed(self, words: str) -> None:
         """After as many prompts in a row as are asked at once, the server is taken for gone."""
         with self._lock:
             self._failed_in_row += 1
-            if self._failed_in_row >= max(self._concurrency, 4) and not self.stopped:
-                self.lost = words
-                self.stop()
+            many = self._failed_in_row >= max(self._concurrency, 4)
+        if many and not self.stopped:
+            self.lose(words)
 
 
 def _backoff_s(attempt: int) -> float:

@@ -13,10 +13,10 @@ from types import FrameType
 from typing import Any
 
 from .ask import Asker, Job
-from .http import Server
 from .progress import Progress
 from .prompts import Prompt
 from .stored import WHOLE, Stored
+from .target import Target
 
 _SILENCE_S = 60.0
 """Answers without anything in the directory for this long are worth a word."""
@@ -74,25 +74,28 @@ class Outcome:
 
 
 def extract(
-    server: Server, prompts: Sequence[Prompt], settings: Settings, progress: Progress
+    target: Target, prompts: Sequence[Prompt], settings: Settings, progress: Progress
 ) -> Outcome:
-    """Run to the end, or until SIGINT or SIGTERM, which let the requests under way finish."""
-    return _Extraction(server, prompts, settings, progress).run()
+    """Run to the end, or until SIGINT or SIGTERM, which let the requests under way finish.
+
+    ``target`` is entered when there is something to ask. Raises what that raises.
+    """
+    return _Extraction(target, prompts, settings, progress).run()
 
 
 class _Extraction:
     def __init__(
-        self, server: Server, prompts: Sequence[Prompt], settings: Settings, progress: Progress
+        self, target: Target, prompts: Sequence[Prompt], settings: Settings, progress: Progress
     ) -> None:
         self._settings = settings
+        self._target = target
         self._progress = progress
         self._stored = Stored(settings.out)
-        self._stored.look(now=True)
-        found = {p.id: self._stored.find(p.id) for p in prompts}
-        self._jobs = [Job(p) for p in prompts if (f := found[p.id]) is None or f.state != WHOLE]
-        self._outcome = Outcome(already_whole=len(prompts) - len(self._jobs))
+        self._outcome = Outcome()
+        self._jobs = [Job(p) for p in prompts]
+        self._leave_out_the_whole()
         self._asker = Asker(
-            server,
+            target,
             concurrency=settings.concurrency,
             retries=settings.retries,
             max_new_tokens=settings.max_new_tokens,
@@ -103,18 +106,36 @@ class _Extraction:
 
     def run(self) -> Outcome:
         started = time.monotonic()
-        with self._stop_on_signal(), self._progress:
-            open_jobs = self._jobs
-            for round_number in range(1 + self._settings.retries):
-                self._ask(open_jobs, again=round_number > 0)
-                self._settle(open_jobs)
-                # What a retry of the request cannot change is not tried again.
-                open_jobs = [j for j in open_jobs if j.state not in (WHOLE, "refused", "failed")]
-                # Nor is what nobody stores.
-                if not open_jobs or self._asker.stopped or not self._arrived:
-                    break
+        if self._jobs:
+            with self._target:
+                # A consumer that begins stores what a killed one left in the ring.
+                self._leave_out_the_whole()
+                with self._stop_on_signal(), self._progress:
+                    self._ask_until_whole()
+            # Leaving an engine, the consumer stores all that is left in the ring.
+            self._stored.look(now=True)
+            for job in self._jobs:
+                if job.state == "not_stored":
+                    self._is_stored(job)
         self._sum_up(time.monotonic() - started)
         return self._outcome
+
+    def _leave_out_the_whole(self) -> None:
+        self._stored.look(now=True)
+        found = [(job, self._stored.find(job.prompt.id)) for job in self._jobs]
+        self._jobs = [job for job, f in found if f is None or f.state != WHOLE]
+        self._outcome.already_whole += len(found) - len(self._jobs)
+
+    def _ask_until_whole(self) -> None:
+        open_jobs = self._jobs
+        for round_number in range(1 + self._settings.retries):
+            self._ask(open_jobs, again=round_number > 0)
+            self._settle(open_jobs)
+            # What a retry of the request cannot change is not tried again.
+            open_jobs = [j for j in open_jobs if j.state not in (WHOLE, "refused", "failed")]
+            # Nor is what nobody stores.
+            if not open_jobs or self._asker.stopped or not self._arrived:
+                break
 
     def _ask(self, jobs: Sequence[Job], again: bool) -> None:
         if not jobs:
@@ -142,13 +163,16 @@ class _Extraction:
             left = [j for j in waiting if not self._is_stored(j)]
             self._progress.advance(0, len(waiting) - len(left))
             waiting = left
+            if self._target.failure:
+                self._asker.lose(self._target.failure)
+                break
             if time.monotonic() - moved > self._settings.settle_timeout_s:
                 break
             if waiting:
                 time.sleep(0.1)
         for job in waiting:
             job.state = "not_stored"
-            job.detail = (
+            job.detail = self._target.failure or (
                 f"answered, and not in {self._settings.out} "
                 f"{self._settings.settle_timeout_s:g} s after the last that came"
             )
@@ -180,6 +204,8 @@ class _Extraction:
         asked = [j for j in self._jobs if j.requests]
         if asked and all(j.state == "failed" for j in asked):
             self._asker.lost = self._asker.lost or asked[-1].detail
+        if self._target.failure:
+            self._asker.lose(self._target.failure)
         o.server_lost = self._asker.lost
         o.interrupted = self._asker.stopped and self._asker.lost is None
         stored_none = any(j.state == "not_stored" for j in self._jobs)

@@ -6,21 +6,17 @@ import http.client
 import json
 import ssl
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..errors import ConfigError, ServerError
+from ..errors import ConfigError
+from .target import Refused, Unreachable, checked
+
+__all__ = ["ModelInfo", "Refused", "Server", "Unreachable"]
 
 _PROBE_TIMEOUT_S = 30.0
 _MAX_ANSWER_BYTES = 256 << 20
-
-
-class Unreachable(ServerError):
-    """No answer, or an answer that says to come back: worth another try."""
-
-
-class Refused(ServerError):
-    """The server understood and said no (4xx): another try would be refused as well."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +29,9 @@ class ModelInfo:
 
 class Server:
     """An SGLang server by its URL. One connection a request, so threads share nothing."""
+
+    failure: None = None
+    """A server may always come back, and its consumer is somebody else's."""
 
     def __init__(self, url: str, *, timeout_s: float = 600.0, api_key: str | None = None) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -50,6 +49,17 @@ class Server:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass  # it serves others too
+
     def model_info(self) -> ModelInfo:
         """Ask what is served; Unreachable when nobody answers, Refused when it is no SGLang."""
         try:
@@ -66,10 +76,7 @@ class Server:
         answer = self._call("POST", "/generate", json.dumps(payload).encode(), self._timeout_s)
         if not isinstance(answer, dict):
             raise Refused(f"{self.url}/generate answered with a {type(answer).__name__}")
-        finish = (answer.get("meta_info") or {}).get("finish_reason") or {}
-        if finish.get("type") == "abort":
-            raise Unreachable(f"the server aborted the request: {finish.get('message', '')}")
-        return answer
+        return checked(answer)
 
     def _call(self, method: str, path: str, body: bytes | None, timeout_s: float) -> Any:
         connection = self._connection(timeout_s)

@@ -72,6 +72,11 @@ class Progress:
             self._said = now
             self._line(now)
 
+    def say(self, words: str) -> None:
+        """Something that a person may like to know."""
+        if not self._quiet:
+            self.note(words)
+
     def note(self, words: str) -> None:
         """Something that a person should know at once."""
         if self._bar:
@@ -82,15 +87,13 @@ class Progress:
             )
 
     def _line(self, now: float) -> None:
-        if self._quiet:
-            return
         words = f"{self._what}: {self._done} of {self._total}"
         if rate := self._rate(now):
             words += f", {rate}"
         if 0 < self._done < self._total:
             left = (now - self._started) / self._done * (self._total - self._done)
             words += f", about {duration(left)} left"
-        self.note(words)
+        self.say(words)
 
     def _rate(self, now: float) -> str:
         seconds = now - self._started

@@ -72,16 +72,17 @@ class SGLangServer:
         self.model_dir = Path(model_dir)
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._env = _environment(tp, plugin, env or {})
+        self._env = environment(tp, plugin, env or {})
         self._command = [
             *(sys.executable, "-m", "sglang.launch_server"),
             *("--model-path", str(model_dir), "--host", "127.0.0.1", "--port", str(self.port)),
-            *("--device", "cpu", "--attention-backend", "torch_native"),
-            *("--sampling-backend", "pytorch", "--disable-cuda-graph"),
-            *("--tp-size", str(tp), "--max-running-requests", str(max_running)),
-            *("--max-total-tokens", str(max_total_tokens)),
-            *_when(chunked_prefill is not None, "--chunked-prefill-size", str(chunked_prefill)),
-            *_when(not (self.model_dir / "tokenizer.json").exists(), "--skip-tokenizer-init"),
+            *arguments(
+                self.model_dir,
+                tp=tp,
+                chunked_prefill=chunked_prefill,
+                max_running=max_running,
+                max_total_tokens=max_total_tokens,
+            ),
             *extra_args,
         ]
         self._log = Path(log) if log else None
@@ -187,7 +188,27 @@ def _die_with_parent() -> None:
     _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _environment(tp: int, plugin: str, extra: Mapping[str, str | None]) -> dict[str, str]:
+def arguments(
+    model_dir: Path,
+    *,
+    tp: int = 1,
+    chunked_prefill: int | None = None,
+    max_running: int = 8,
+    max_total_tokens: int = 8192,
+) -> list[str]:
+    """What SGLang is told beside the model's path."""
+    return [
+        *("--device", "cpu", "--attention-backend", "torch_native"),
+        *("--sampling-backend", "pytorch", "--disable-cuda-graph"),
+        *("--tp-size", str(tp), "--max-running-requests", str(max_running)),
+        *("--max-total-tokens", str(max_total_tokens)),
+        *_when(chunked_prefill is not None, "--chunked-prefill-size", str(chunked_prefill)),
+        *_when(not (model_dir / "tokenizer.json").exists(), "--skip-tokenizer-init"),
+    ]
+
+
+def environment(tp: int, plugin: str, extra: Mapping[str, str | None]) -> dict[str, str]:
+    """This process's environment with what SGLang needs on a CPU, and ``extra``."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HSTRANSPORT", "SGLANG_"))}
     env |= ENVIRONMENT
     if tp > 1:

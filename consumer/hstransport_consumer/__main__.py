@@ -1,0 +1,7 @@
+"""``python -m hstransport_consumer``: hstransport-consumer."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())
