@@ -129,6 +129,23 @@ def test_inspect_of_a_directory_that_is_being_written(tmp_path: Path) -> None:
     assert inspect(tmp_path / "shard-000000.zst")["samples"] == 1
 
 
+def test_runs_announced_before_anything_of_them_is_stored(tmp_path: Path) -> None:
+    """A consumer announces the rings that it sees; which one stores first is another matter."""
+    runs = [Script(make_info(f"c0ffee0{i}")) for i in range(4)]
+    for number, run in enumerate(runs):
+        run.whole(1, 9, id=f"sample-{number}")
+    for pair in (runs[:2], runs[2:]):
+        with DatasetWriter(tmp_path) as writer:
+            for run in pair:
+                writer.begin_run(run.info)
+            pair[1].write(writer, [])
+            writer.finish_shard()
+            pair[0].write(writer, [])
+    report = verify(tmp_path)
+    assert report.ok, report.findings
+    assert len(list(tmp_path.glob("shard-*.zst"))) == 4
+
+
 def test_bits_survive_that_no_arithmetic_would_keep(tmp_path: Path) -> None:
     """All 65536 words, in each plane."""
     script = Script(make_info(hidden=256))
