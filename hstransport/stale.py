@@ -22,7 +22,7 @@ def report_older_rings(root: Path, info: SessionInfo) -> None:
 
     Raises ConfigError when a live server already writes this session and rank.
     """
-    _remove_unfinished(root / info.session)
+    remove_unfinished(root / info.session, older_than_s=_CREATING_S)
     for ring in find_rings(root, info.session):
         try:
             state = inspect_ring(ring.path)
@@ -49,11 +49,11 @@ def report_older_rings(root: Path, info: SessionInfo) -> None:
             logger.warning("hstransport: ring %s of an earlier run: %s", ring.path, e)
 
 
-def _remove_unfinished(directory: Path) -> None:
+def remove_unfinished(directory: Path, *, older_than_s: float) -> None:
     """Rings whose server was killed while it created them: as large as a ring, and nobody's."""
     for path in directory.glob("*.ring.*.tmp"):
         try:
-            if time.time() - path.stat().st_mtime > _CREATING_S:
+            if time.time() - path.stat().st_mtime >= older_than_s:
                 path.unlink()
                 logger.warning("hstransport: removed %s, a ring that was never finished", path)
         except FileNotFoundError:

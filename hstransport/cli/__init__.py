@@ -16,6 +16,7 @@ _EPILOG = """\
 example:
   hstransport estimate --model MODEL --tokens 20000000 --out /data/shards
   hstransport extract --server http://127.0.0.1:30000 --prompts prompts.jsonl --out /data/shards
+  hstransport extract --model MODEL --prompts prompts.jsonl --out /data/shards
   hstransport inspect /data/shards
   hstransport verify /data/shards
 

@@ -25,6 +25,7 @@ from typing import Any
 from ..errors import ConfigError, ServerError
 from ..session import find_rings
 from ..settings import from_environment
+from ..stale import remove_unfinished
 from .child import Child
 from .target import Refused, Unreachable, checked
 
@@ -204,18 +205,21 @@ class LocalEngine:
             self._engine.send(signal.SIGKILL)
             self._engine.wait()
         if self._consumer is not None:
-            self._wait_for_rings(self._consumer)
+            self._clear_session(self._consumer)
             self._consumer.send(signal.SIGTERM)
             if (status := self._consumer.wait()) and self.failure is None:
                 self.failure = _ended(_CONSUMER, status, self._consumer.log)
         with contextlib.suppress(OSError):  # a ring that could not be drained is for the next run
             (self._settings.root / self._settings.session).rmdir()
 
-    def _wait_for_rings(self, consumer: Child) -> None:
+    def _clear_session(self, consumer: Child) -> None:
         """The consumer removes drained rings by itself; told to stop, it would look for no more."""
+        root, session = self._settings.root, self._settings.session
         deadline = time.monotonic() + _DISCOVERY_S
-        while find_rings(self._settings.root, self._settings.session):
-            if consumer.status() is not None or time.monotonic() > deadline:
+        while consumer.status() is None and time.monotonic() < deadline:
+            if not find_rings(root, session):
+                # The consumer holds the directory, so nobody else makes a ring in its session.
+                remove_unfinished(root / session, older_than_s=0)
                 break
             time.sleep(0.05)
 
