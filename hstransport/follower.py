@@ -33,6 +33,7 @@ from .settings import Selection
 
 logger = logging.getLogger(__name__)
 
+
 class Request(Protocol):
     """One request of the server, read when it is needed."""
 

@@ -71,9 +71,7 @@ class Producer:
     def tap(self, **options: Any) -> Tap:
         """A tap whose server's request objects are what it follows."""
         options = {"selection": Selection(), **options}
-        follower = Follower(
-            self.info, self.exporter.recorder, lambda request: request, **options
-        )
+        follower = Follower(self.info, self.exporter.recorder, lambda request: request, **options)
         return Tap(self.info, self.exporter, follower)
 
     def states(self, count: int) -> Bits:
