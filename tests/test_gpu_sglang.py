@@ -54,6 +54,7 @@ def server(model, module_ring_dir):
     arguments = [
         *("--load-format", "auto", "--enable-return-hidden-states"),
         *("--chunked-prefill-size", str(CHUNK), "--mem-fraction-static", "0.2"),
+        *("--page-size", "16"),
         *("--cuda-graph-max-bs-decode", str(LARGEST_GRAPH)),
         *("--cuda-graph-bs-prefill", "64", "128", "256"),
     ]
@@ -171,6 +172,39 @@ def test_prefixes_out_of_the_radix_cache_are_stored_once(server, consumer):
         alone = consumer.wait_for([f"alone-{name}"])[f"alone-{name}"]
         same = cosines(floats(samples[name].hidden_states), floats(alone.hidden_states))
         assert same.min() >= SAME
+
+
+def test_a_prompt_of_32k_tokens_in_chunks_of_2048(model, ring_dir, tmp_path):
+    """The same rows when all chunks begin elsewhere: behind 700 tokens out of the cache."""
+    env = {
+        "HSTRANSPORT": "1",
+        "HSTRANSPORT_DIR": str(ring_dir),
+        "HSTRANSPORT_RING_BYTES": "256MiB",
+        "HSTRANSPORT_REQUESTS": "tagged",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    }
+    ids = np.random.default_rng(61).integers(3, 8000, 32_768).tolist()
+    arguments = [
+        *("--load-format", "auto", "--mem-fraction-static", "0.3"),
+        *("--chunked-prefill-size", "2048", "--context-length", "32800"),
+        *("--cuda-graph-max-bs-decode", "1", "--cuda-graph-bs-prefill", "256"),
+    ]
+    options = {"max_running": 2, "max_total_tokens": 70_000, "extra_args": arguments}
+    with (
+        GpuServer(model[0], env=env, **options) as long_server,
+        ConsumerProcess(tmp_path / "s", ring_dir) as consumer,
+    ):
+        for name, tokens in (("head", ids[:700]), ("long", ids), ("alone", ids)):
+            payload = {"extra_key": name} if name == "alone" else {}
+            tag = {"custom_params": {"hstransport_id": name}}
+            params = {"temperature": 0, "max_new_tokens": 1, **tag}
+            long_server.generate(input_ids=tokens, sampling_params=params, **payload)
+        samples = consumer.wait_for(["head", "long", "alone"], timeout_s=120)
+    assert sum(p.rows for p in samples["long"].refs) == 700
+    for name in ("long", "alone"):
+        assert (samples[name].state, samples[name].token_ids.tolist()) == ("whole", ids)
+    same = cosines(*(floats(samples[n].hidden_states) for n in ("long", "alone")))
+    assert same.min() >= SAME
 
 
 def test_a_server_shut_down_in_the_middle_of_copies_ends_cleanly(server, consumer):

@@ -243,32 +243,3 @@ def test_two_replicas_have_two_rings_and_one_dataset(model_dir, ring_dir, tmp_pa
     first = list(requests)[:4]
     check_alike([samples[n] for n in first], [again[f"again-{n}"] for n in first])
     assert not verify(tmp_path / "s").findings
-
-
-def test_a_prompt_of_32k_tokens_in_chunks_of_2048(model_dir, ring_dir, tmp_path):
-    """The rows of the last chunk follow from all the chunks before: compared with other chunks."""
-    env = environment(
-        ring_dir,
-        "long",
-        HSTRANSPORT_ROWS="prompt",
-        HSTRANSPORT_RING_BYTES="32MiB",
-        SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN="1",
-    )
-    (ids,) = prompts(1, seed=61, low=32_768, high=32_769)
-    options = {"max_running": 2, "max_total_tokens": 70_000, "env": env}
-    extra = ["--context-length", "32800"]
-    with (
-        SGLangServer(
-            model_dir("llama"), chunked_prefill=2048, extra_args=extra, **options
-        ) as server,
-        ConsumerProcess(tmp_path / "s", ring_dir) as consumer,
-    ):
-        generate(server, "long", ids, 1, extra_key="long")
-        # Up to here from the cache, 700 tokens further: other chunks end in the same rows.
-        generate(server, "head", ids[:700], 1)
-        generate(server, "shifted", ids, 1)
-        samples = consumer.wait_for(["long", "head", "shifted"])
-        assert consumer.stop() == 0
-    assert samples["long"].token_ids.tolist() == ids
-    assert sum(p.rows for p in samples["shifted"].refs) == 700
-    check_alike([samples["long"]], [samples["shifted"]])
