@@ -39,7 +39,7 @@ format: setup ## rewrite the sources as `make lint` wants them
 	$(PY) -m ruff format .
 	$(if $(CXX_FILES),$(VENV)/bin/clang-format -i $(CXX_FILES))
 
-check: lint test ## what CI runs
+check: lint test ## everything: formatting, lint, types, tests (CI leaves the exhaustive tests out)
 
 clean: ## remove what was built or made here: virtual environments, models, demo data
 	rm -rf .venv .venv-* build dist models data .pytest_cache .mypy_cache .ruff_cache

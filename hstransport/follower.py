@@ -18,6 +18,9 @@ from typing import Any, NamedTuple, Protocol
 from .errors import CaptureError, ProtocolError
 from .protocol import (
     ABORTED,
+    ID_TAG,
+    LABELS_TAG,
+    MASK_TAG,
     Label,
     SessionInfo,
     TokenIds,
@@ -26,11 +29,9 @@ from .protocol import (
     fit_id,
 )
 from .recorder import OpenSample, Recorder, RowSpan
+from .settings import Selection
 
 logger = logging.getLogger(__name__)
-
-ID_TAG, LABELS_TAG, MASK_TAG = "hstransport_id", "hstransport_labels", "hstransport_loss_mask"
-"""Keys of ``sampling_params.custom_params`` by which a caller names and labels its sample."""
 
 
 class Request(Protocol):
@@ -46,6 +47,8 @@ class Request(Protocol):
     def output(self) -> Sequence[int] | TokenIds: ...
     @property
     def tags(self) -> dict[str, Any]: ...
+    @property
+    def copies(self) -> int: ...
     @property
     def over(self) -> bool: ...
     @property
@@ -88,7 +91,10 @@ class _Followed:
 
 
 class Follower:
-    """``adapt`` makes a :class:`Request` of the server's own request object."""
+    """``adapt`` makes a :class:`Request` of the server's own request object.
+
+    ``budget_bytes``: states, uncompressed, after which no new sample is begun.
+    """
 
     def __init__(
         self,
@@ -96,12 +102,18 @@ class Follower:
         recorder: Recorder,
         adapt: Callable[[Any], Request],
         *,
-        tagged_only: bool,
+        selection: Selection,
+        budget_bytes: int | None = None,
     ) -> None:
         self._all_rows = info.rows == "all"
         self._recorder = recorder
         self._adapt = adapt
-        self._tagged_only = tagged_only
+        self._selection = selection
+        self._row_bytes = info.row_bytes
+        self._budget_bytes = budget_bytes
+        self.spent = False
+        """Whether the budget is."""
+        self._copies: dict[str, int] = {}
         # By the identity of the server's own request object: two may carry the same request id.
         self._followed: dict[int, _Followed] = {}
         self._ended: dict[int, _Followed] = {}  # by end_all
@@ -127,7 +139,25 @@ class Follower:
                 if keep > 0:
                     spans.append(RowSpan(followed.sample, at, row, keep))
             row += count
+        if self._budget_bytes is not None and not self.spent:
+            self._spend(sum(span.rows for span in spans) * steps)
         return spans
+
+    def captures(self, raw: Any) -> bool:
+        """Whether rows of this request are wanted. The server's thread may ask."""
+        followed = self._followed.get(id(raw))
+        return followed is not None and followed.sample is not None
+
+    def _spend(self, rows: int) -> None:
+        assert self._budget_bytes is not None
+        self._budget_bytes -= rows * self._row_bytes
+        if self._budget_bytes <= 0:
+            self.spent = True
+            logger.warning(
+                "hstransport: HSTRANSPORT_BUDGET_BYTES is spent: no new sample is begun, the %d "
+                "that are open go on",
+                sum(f.sample is not None for f in self._followed.values()),
+            )
 
     def finish(self, raws: Iterable[Any]) -> None:
         """End the samples of requests that are over, or gone without a trace."""
@@ -177,7 +207,7 @@ class Follower:
         """The request's entry, made on its first pass."""
         request = self._adapt(raw)
         tags = request.tags
-        if request.probe or (self._tagged_only and tags.get(ID_TAG) is None):
+        if request.probe or self.spent or not self._selection.wants(request.rid, tags):
             followed = _Followed(raw, request, None, 0, 0, 0)
             self._followed[id(raw)] = followed
             return followed
@@ -201,9 +231,23 @@ class Follower:
         labels, mask = _tagged(tags, len(prompt))
         rid = fit_id(request.rid)
         named = isinstance(sample_id, str) and sample_id
-        sample = self._recorder.open(fit_id(str(sample_id)) if named else rid)
+        name = fit_id(self._number(str(sample_id), request.copies)) if named else rid
+        sample = self._recorder.open(name)
         self._recorder.start(sample, rid, prompt, labels, mask, time.time())
         return sample
+
+    def _number(self, name: str, copies: int) -> str:
+        """Of ``n`` generations of one prompt each has an id of its own.
+
+        SGLang first computes the prompt alone, then the generations: that is ``name``, these are
+        ``name#1`` to ``name#n``.
+        """
+        if copies <= 1:
+            return name
+        number = self._copies.pop(name, 0)
+        if number < copies:
+            self._copies[name] = number + 1
+        return f"{name}#{number}" if number else name
 
     def _end(self, f: _Followed, reason: str, detail: str) -> None:
         if f.sample is None:

@@ -43,6 +43,9 @@ MAX_LABEL_BYTES = 64 << 10
 MAX_ID_BYTES = 512
 """Largest UTF-8 size of a sample id or request id."""
 
+ID_TAG, LABELS_TAG, MASK_TAG = "hstransport_id", "hstransport_labels", "hstransport_loss_mask"
+"""Keys of ``sampling_params.custom_params`` by which a caller names and labels its sample."""
+
 Label = str | int | float | bool | None
 TokenIds = npt.NDArray[np.int32]
 

@@ -6,11 +6,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 from .errors import ConfigError
+from .protocol import ID_TAG, LABELS_TAG
 from .session import check_session_name, default_root
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 MIN_RING_BYTES = 1 << 20
@@ -33,6 +37,41 @@ class LayerChoice:
 
 
 @dataclass(frozen=True)
+class Selection:
+    """Which requests are captured. It depends on the request alone, so that asking again, on
+    another thread or rank, gives the same answer."""
+
+    kind: str = "all"
+    """``all``, ``tagged``, ``rid`` (a prefix), ``label`` or ``share`` (of all)."""
+    key: str = ""
+    """The prefix, or the label's name."""
+    value: str | None = None
+    """What the label must be; None: anything."""
+    share: float = 1.0
+
+    def wants(self, rid: str, tags: Mapping[str, Any]) -> bool:
+        """``rid``: SGLang's request id. ``tags``: the request's custom_params."""
+        if self.kind == "all":
+            return True
+        if self.kind == "tagged":
+            return tags.get(ID_TAG) is not None
+        if self.kind == "rid":
+            return rid.startswith(self.key)
+        if self.kind == "share":
+            return crc32(rid.encode(errors="replace")) < self.share * (1 << 32)
+        labels = tags.get(LABELS_TAG)
+        if not isinstance(labels, Mapping) or self.key not in labels:
+            return False
+        return self.value is None or str(labels[self.key]) == self.value
+
+    def __str__(self) -> str:
+        if self.kind == "share":
+            return f"{100 * self.share:g}%"
+        value = "" if self.value is None else f"={self.value}"
+        return f"{self.kind}:{self.key}{value}" if self.key else self.kind
+
+
+@dataclass(frozen=True)
 class Settings:
     """One server's settings; see ``ENVIRONMENT`` for the variables and their meaning."""
 
@@ -40,7 +79,9 @@ class Settings:
     root: Path = Path()
     layers: LayerChoice = LayerChoice((), eagle3=True, final=True)
     rows: str = "prompt"
-    requests: str = "all"
+    requests: Selection = Selection()
+    budget_bytes: int | None = None
+    """States, uncompressed, after which no new sample is begun."""
     ring_bytes: int = 1 << 30
     stage_bytes: int | None = None
     """None: as much as the largest forward pass needs."""
@@ -57,7 +98,11 @@ ENVIRONMENT: dict[str, str] = {
     "HSTRANSPORT_ROWS": "prompt: states of the prompt's tokens; all: of generated tokens too "
     "(default: prompt)",
     "HSTRANSPORT_REQUESTS": "all: every request; tagged: only those whose custom_params carry "
-    "hstransport_id (default: all)",
+    "hstransport_id; rid:PREFIX: by the beginning of the request id; label:NAME or "
+    "label:NAME=VALUE: by hstransport_labels; 5% or so: a share of all, drawn by request id "
+    "(default: all)",
+    "HSTRANSPORT_BUDGET_BYTES": "uncompressed states after which no new sample is begun, such as "
+    "500GiB; those begun go on (default: no limit)",
     "HSTRANSPORT_RING_BYTES": "size of the ring, such as 512MiB or 8GiB (default: 1GiB)",
     "HSTRANSPORT_STAGE_BYTES": "GPU memory in which states wait for their copy into the ring, such "
     "as 512MiB (default: the states of one full prefill batch, 64MiB to 1GiB)",
@@ -89,9 +134,10 @@ def from_environment(environ: Mapping[str, str]) -> Settings | None:
         root=Path(directory) if directory else default_root(),
         layers=parse_layers(environ.get("HSTRANSPORT_LAYERS", "eagle3,final")),
         rows=_choice(environ, "HSTRANSPORT_ROWS", "prompt", "all"),
-        requests=_choice(environ, "HSTRANSPORT_REQUESTS", "all", "tagged"),
+        requests=parse_selection(environ.get("HSTRANSPORT_REQUESTS", "all")),
+        budget_bytes=_optional_size(environ, "HSTRANSPORT_BUDGET_BYTES"),
         ring_bytes=_ring_bytes(environ.get("HSTRANSPORT_RING_BYTES", "1GiB")),
-        stage_bytes=_stage_bytes(environ.get("HSTRANSPORT_STAGE_BYTES", "")),
+        stage_bytes=_optional_size(environ, "HSTRANSPORT_STAGE_BYTES"),
         policy=_choice(environ, "HSTRANSPORT_POLICY", "block", "drop"),
         block_s=_seconds(environ.get("HSTRANSPORT_BLOCK_S", "1.0")),
     )
@@ -115,6 +161,26 @@ def parse_layers(text: str) -> LayerChoice:
     return LayerChoice(tuple(sorted(ids)), "eagle3" in words, "final" in words)
 
 
+def parse_selection(text: str) -> Selection:
+    """Parse ``HSTRANSPORT_REQUESTS``; raises ConfigError."""
+    word = text.strip()
+    kind, colon, rest = word.partition(":")
+    if word.lower() in ("all", "tagged"):
+        return Selection(word.lower())
+    if colon and kind.lower() == "rid" and rest:
+        return Selection("rid", rest)
+    if colon and kind.lower() == "label" and rest and not rest.startswith("="):
+        name, equals, value = rest.partition("=")
+        return Selection("label", name, value if equals else None)
+    share = _SHARE.fullmatch(word)
+    if share and 0 < float(share[1]) <= 100:
+        return Selection("share", share=float(share[1]) / 100)
+    raise ConfigError(
+        f"HSTRANSPORT_REQUESTS={text!r}: allowed are all, tagged, rid:PREFIX, label:NAME, "
+        "label:NAME=VALUE, or a share such as 5%"
+    )
+
+
 def parse_size(text: str) -> int:
     """``"512MiB"`` -> bytes; binary units whichever way they are spelt. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
@@ -127,8 +193,9 @@ def _ring_bytes(text: str) -> int:
     return -(-_size("HSTRANSPORT_RING_BYTES", text) // 4096) * 4096
 
 
-def _stage_bytes(text: str) -> int | None:
-    return _size("HSTRANSPORT_STAGE_BYTES", text) if text.strip() else None
+def _optional_size(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "")
+    return _size(name, text) if text.strip() else None
 
 
 def _size(name: str, text: str) -> int:

@@ -25,7 +25,7 @@ from .channel import Publisher
 from .copyout import Copier, DeviceCopier, HostCopier
 from .errors import CaptureError, ConfigError, HsTransportError
 from .exporter import DecodeRun, Exporter
-from .follower import ID_TAG, Follower, Noted, Pass
+from .follower import Follower, Noted, Pass
 from .layers import enable_capture
 from .protocol import (
     ABORTED,
@@ -184,9 +184,14 @@ class Plugin:
             logger.info("hstransport: tensor-parallel rank %d leaves writing to rank 0", _tp_rank())
             return
         exporter = self._ring.open(self._copier)
-        tagged_only = self._settings.requests == "tagged"
         info = self._ring.info
-        follower = Follower(info, exporter.recorder, _Request, tagged_only=tagged_only)
+        follower = Follower(
+            info,
+            exporter.recorder,
+            _Request,
+            selection=self._settings.requests,
+            budget_bytes=self._settings.budget_bytes,
+        )
         self._tap = Tap(info, exporter, follower)
 
     def run_batch(self, original: Any, scheduler: Any, batch: Any, *args: Any, **kw: Any) -> Any:
@@ -227,7 +232,7 @@ class Plugin:
         mode = forward_batch.forward_mode
         if mode.is_decode():
             self._decode_mode = mode
-            if not tap.all_rows or not self._wanted(reqs):
+            if not tap.all_rows or not self._wanted(tap, reqs):
                 return None
             if not self._same_size(tap, reqs, forward_batch, len(reqs)):
                 return None
@@ -238,7 +243,7 @@ class Plugin:
         if mode.is_idle():
             return None
         if mode.is_extend() and not mode.is_target_verify():
-            if not self._wanted(reqs):
+            if not self._wanted(tap, reqs):
                 return None
             counts = list(forward_batch.extend_seq_lens_cpu)
             if not self._same_size(tap, reqs, forward_batch, len(counts)):
@@ -247,11 +252,14 @@ class Plugin:
             return tap.plan(reqs, step, _note(reqs))
         raise CaptureError(f"forward mode {mode} is not one whose rows are understood")
 
-    def _wanted(self, reqs: list[Any]) -> bool:
+    def _wanted(self, tap: Tap, reqs: list[Any]) -> bool:
         """Whether any of these requests is to be captured; if not, nothing is even gathered."""
-        if self._settings.requests == "all":
+        if tap.follower.spent:
+            return any(tap.follower.captures(req) for req in reqs)
+        selection = self._settings.requests
+        if selection.kind == "all":
             return True
-        return any(ID_TAG in (req.sampling_params.custom_params or ()) for req in reqs)
+        return any(selection.wants(req.rid, _tags(req)) for req in reqs)
 
     @staticmethod
     def _same_size(tap: Tap, reqs: list[Any], forward_batch: Any, counts: int) -> bool:
@@ -397,8 +405,12 @@ class _Request:
 
     @property
     def tags(self) -> dict[str, Any]:
-        params = self._req.sampling_params.custom_params
-        return params if isinstance(params, dict) else {}
+        return _tags(self._req)
+
+    @property
+    def copies(self) -> int:
+        """How many generations of its prompt were asked for at once."""
+        return int(getattr(self._req.sampling_params, "n", 1) or 1)
 
     @property
     def over(self) -> bool:
@@ -424,6 +436,11 @@ class _Request:
         said = self._req.finished_reason.to_json()
         reason = {"stop": FINISHED, "length": LENGTH}.get(said.get("type"), ABORTED)
         return reason, str(said.get("message") or "") if reason == ABORTED else ""
+
+
+def _tags(req: Any) -> dict[str, Any]:
+    params = req.sampling_params.custom_params
+    return params if isinstance(params, dict) else {}
 
 
 def _note(reqs: list[Any]) -> Noted:

@@ -7,6 +7,7 @@ graphs of padded sizes and, above the largest, eagerly; the overlap scheduler ru
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -53,6 +54,7 @@ def server(model, module_ring_dir):
     arguments = [
         *("--load-format", "auto", "--enable-return-hidden-states"),
         *("--chunked-prefill-size", str(CHUNK), "--mem-fraction-static", "0.2"),
+        *("--page-size", "16"),
         *("--cuda-graph-max-bs-decode", str(LARGEST_GRAPH)),
         *("--cuda-graph-bs-prefill", "64", "128", "256"),
     ]
@@ -136,6 +138,73 @@ def test_a_generation_equals_a_prefill_of_the_same_tokens(server, consumer, reco
             worst[layer] = min(worst.get(layer, 1.0), float(same.min()))
     record_property("worst_cosine", json.dumps({str(k): round(v, 6) for k, v in worst.items()}))
     assert min(worst.values()) >= SAME
+
+
+def test_prefixes_out_of_the_radix_cache_are_stored_once(server, consumer):
+    """In pages of 16 tokens: a hit is cut down to whole ones. Turns of chats, at once."""
+    rng = np.random.default_rng(31)
+    system = rng.integers(3, 8000, 500).tolist()
+
+    def chat(i):
+        history, sent = system[: 300 + 20 * (i % 8)], {}
+        for turn in range(3):
+            history = history + rng.integers(3, 8000, 10 + i).tolist()
+            params = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
+            name = f"chat-{i}-{turn}"
+            params["custom_params"] = {"hstransport_id": name}
+            answer = server.generate(input_ids=history, sampling_params=params)
+            history = history + answer["output_ids"]
+            sent[name] = history[:-1], answer["meta_info"]["cached_tokens"]
+        return sent
+
+    with ThreadPoolExecutor(6) as pool:
+        sent = {k: v for chats in pool.map(chat, range(12)) for k, v in chats.items()}
+    samples = consumer.wait_for(sent)
+    assert sum(cached for _, cached in sent.values()) > 8000
+    for name, (tokens, cached) in sent.items():
+        sample = samples[name]
+        assert cached % 16 == 0
+        assert (sample.state, sum(p.rows for p in sample.refs)) == ("whole", cached)
+        assert sample.token_ids.tolist() == tokens
+    for name in list(sent)[::6]:
+        tokens, _ = sent[name]
+        ask(server, f"alone-{name}", tokens)
+        alone = consumer.wait_for([f"alone-{name}"])[f"alone-{name}"]
+        same = cosines(floats(samples[name].hidden_states), floats(alone.hidden_states))
+        assert same.min() >= SAME
+
+
+def test_a_prompt_of_32k_tokens_in_chunks_of_2048(model, ring_dir, tmp_path):
+    """The same rows when all chunks begin elsewhere: behind 700 tokens out of the cache."""
+    env = {
+        "HSTRANSPORT": "1",
+        "HSTRANSPORT_DIR": str(ring_dir),
+        "HSTRANSPORT_RING_BYTES": "256MiB",
+        "HSTRANSPORT_REQUESTS": "tagged",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    }
+    ids = np.random.default_rng(61).integers(3, 8000, 32_768).tolist()
+    arguments = [
+        *("--load-format", "auto", "--mem-fraction-static", "0.3"),
+        *("--chunked-prefill-size", "2048", "--context-length", "32800"),
+        *("--cuda-graph-max-bs-decode", "1", "--cuda-graph-bs-prefill", "256"),
+    ]
+    options = {"max_running": 2, "max_total_tokens": 70_000, "extra_args": arguments}
+    with (
+        GpuServer(model[0], env=env, **options) as long_server,
+        ConsumerProcess(tmp_path / "s", ring_dir) as consumer,
+    ):
+        for name, tokens in (("head", ids[:700]), ("long", ids), ("alone", ids)):
+            payload = {"extra_key": name} if name == "alone" else {}
+            tag = {"custom_params": {"hstransport_id": name}}
+            params = {"temperature": 0, "max_new_tokens": 1, **tag}
+            long_server.generate(input_ids=tokens, sampling_params=params, **payload)
+        samples = consumer.wait_for(["head", "long", "alone"], timeout_s=120)
+    assert sum(p.rows for p in samples["long"].refs) == 700
+    for name in ("long", "alone"):
+        assert (samples[name].state, samples[name].token_ids.tolist()) == ("whole", ids)
+    same = cosines(*(floats(samples[n].hidden_states) for n in ("long", "alone")))
+    assert same.min() >= SAME
 
 
 def test_a_server_shut_down_in_the_middle_of_copies_ends_cleanly(server, consumer):

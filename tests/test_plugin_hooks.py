@@ -16,7 +16,7 @@ from rig.producer import HIDDEN, Producer, read_samples
 from hstransport.copyout import DeviceCopier
 from hstransport.follower import Follower
 from hstransport.ring import RingReader
-from hstransport.settings import Settings
+from hstransport.settings import Selection, Settings
 from hstransport.sglang_plugin import Plugin, _Request
 from hstransport.tap import Tap
 
@@ -70,7 +70,8 @@ class Server:
     def __init__(self, producer):
         self.producer = producer
         self.plugin = Plugin(Settings(rows="all"))
-        follower = Follower(producer.info, producer.exporter.recorder, _Request, tagged_only=False)
+        recorder, selection = producer.exporter.recorder, Selection()
+        follower = Follower(producer.info, recorder, _Request, selection=selection)
         self.plugin._tap = Tap(producer.info, producer.exporter, follower)
         self.runner = self.plugin._runner = object()
         self.scheduler = SimpleNamespace(waiting_queue=[])

@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from hstransport.errors import ConfigError
-from hstransport.settings import ENVIRONMENT, from_environment, parse_layers, parse_size
+from hstransport.settings import (
+    ENVIRONMENT,
+    Selection,
+    from_environment,
+    parse_layers,
+    parse_selection,
+    parse_size,
+)
 
 ON = {"HSTRANSPORT": "1"}
 
@@ -19,7 +26,8 @@ def test_defaults_are_eagle3_layers_and_final_of_prompts():
     settings = from_environment(ON)
     assert settings.layers.resolve(32) == (2, 16, 29)
     assert settings.layers.final
-    assert (settings.rows, settings.requests, settings.policy) == ("prompt", "all", "block")
+    assert (settings.rows, settings.policy) == ("prompt", "block")
+    assert settings.requests == Selection() and settings.budget_bytes is None
     assert str(settings.root).startswith("/dev/shm/hstransport-")
 
 
@@ -42,7 +50,7 @@ def test_every_setting_is_taken():
     assert settings.layers.resolve(61) == (3, 31, 59)
     assert not settings.layers.final
     assert settings.rows == "all"
-    assert settings.requests == "tagged"
+    assert settings.requests == Selection("tagged")
     assert settings.ring_bytes == 1572864
     assert (settings.policy, settings.block_s) == ("drop", 0.25)
 
@@ -58,7 +66,7 @@ def test_every_setting_is_taken():
         ("HSTRANSPORT_LAYERS", "", "is not allowed"),
         ("HSTRANSPORT_LAYERS", "last", "'final'"),
         ("HSTRANSPORT_ROWS", "some", "prompt and all"),
-        ("HSTRANSPORT_REQUESTS", "none", "all and tagged"),
+        ("HSTRANSPORT_REQUESTS", "none", "rid:PREFIX, label:NAME"),
         ("HSTRANSPORT_RING_BYTES", "big", "512MiB"),
         ("HSTRANSPORT_RING_BYTES", "4096", "at least 1MiB"),
         ("HSTRANSPORT_POLICY", "wait", "block and drop"),
@@ -89,3 +97,44 @@ def test_every_variable_is_documented_with_its_default_or_values():
     page = (Path(__file__).parent.parent / "README.md").read_text()
     for name in ENVIRONMENT:
         assert name in page, f"{name} is missing from README.md"
+
+
+RID, TAGS = "job-7-abc", {"hstransport_id": "x", "hstransport_labels": {"set": "train", "n": 3}}
+
+
+@pytest.mark.parametrize(
+    ("text", "wants"),
+    [
+        ("all", True),
+        ("tagged", True),
+        ("rid:job-7", True),
+        ("rid:job-8", False),
+        ("label:set", True),
+        ("label:set=train", True),
+        ("label:set=test", False),
+        ("label:n=3", True),
+        ("label:other", False),
+        ("100%", True),
+    ],
+)
+def test_which_requests(text, wants):
+    selection = parse_selection(text)
+    assert selection.wants(RID, TAGS) is wants
+    assert parse_selection(str(selection)) == selection
+    if text not in ("all", "rid:job-7", "100%"):
+        assert not selection.wants(RID, {})
+
+
+def test_a_share_is_drawn_by_the_request_id():
+    selection = parse_selection("2.5 %")
+    drawn = [f"r{i}" for i in range(40_000) if selection.wants(f"r{i}", {})]
+    assert 850 < len(drawn) < 1150
+    assert drawn == [rid for rid in drawn if parse_selection("2.5%").wants(rid, TAGS)]
+    more = parse_selection("10%")
+    assert all(more.wants(rid, {}) for rid in drawn)
+
+
+@pytest.mark.parametrize("text", ["", "rid:", "label:", "label:=x", "0%", "101%", "5", "some"])
+def test_selections_that_are_none(text):
+    with pytest.raises(ConfigError, match=r"rid:PREFIX.*5%"):
+        parse_selection(text)

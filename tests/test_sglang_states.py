@@ -34,6 +34,14 @@ ROUGHLY = 0.99
 LIKE = {"llama": 1.0, "qwen3": 1.0, "smollm2": 0.95, "dsv3": 0.75}
 
 
+# One model of each kind of code in SGLang: a list of layers, packed ones, real weights.
+USUAL = {*(("llama", config) for config in CONFIGS), ("dsv3", "chunked"), ("smollm2", "chunked")}
+
+
+def marks(model, config):
+    return () if (model, config) in USUAL else (pytest.mark.exhaustive,)
+
+
 class Case(NamedTuple):
     model: str
     config: str
@@ -43,7 +51,7 @@ class Case(NamedTuple):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((model, config), id=f"{model}-{config}")
+        pytest.param((model, config), id=f"{model}-{config}", marks=marks(model, config))
         for model in MODELS
         for config in CONFIGS
     ],

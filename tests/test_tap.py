@@ -10,6 +10,7 @@ from rig.producer import HIDDEN, Producer, read_samples, tokens
 from hstransport.follower import Noted, Pass
 from hstransport.protocol import ABORTED, FINISHED
 from hstransport.ring import RingReader
+from hstransport.settings import Selection
 
 
 class Fake:
@@ -19,6 +20,7 @@ class Fake:
         self.rid, self.prompt, self.probe = rid, np.asarray(prompt, np.int32), probe
         self.tags = {} if tags is None else tags
         self.output = tokens(0)
+        self.copies = 1
         self.over = self.retracted = False
         self._unfit = unfit
 
@@ -32,9 +34,9 @@ class Fake:
 class Server:
     """Runs passes through a tap; the states of token t at any layer are all t."""
 
-    def __init__(self, ring_dir, *, rows="all", tagged_only=False, **options):
+    def __init__(self, ring_dir, *, rows="all", tap=None, **options):
         self.producer = Producer(ring_dir, rows=rows, **options)
-        self.tap = self.producer.tap(tagged_only=tagged_only)
+        self.tap = self.producer.tap(**(tap or {}))
         self.follower = self.tap.follower
         self.reader = RingReader.attach(self.producer.place.path)
 
@@ -162,7 +164,7 @@ def test_two_live_requests_of_one_id_stay_two_samples(server):
 
 
 def test_only_wanted_requests_are_captured_and_rows_keep_their_places(ring_dir):
-    server = Server(ring_dir, tagged_only=True)
+    server = Server(ring_dir, tap={"selection": Selection("tagged")})
     named = Fake("r", [10, 11], tags={"hstransport_id": "mine"})
     other, probe = Fake("o", [20, 21, 22]), Fake("HEALTH_CHECK_1", [1], probe=True)
     server.run((other, 0, [20, 21, 22]), (named, 0, [10, 11]), (probe, 0, [1]))
@@ -266,3 +268,37 @@ def test_bad_labels_and_masks_become_a_label_that_says_so(server):
     got = server.samples()
     assert len(got) == 4
     assert all("hstransport_error" in start.labels for start, _, _ in got)
+
+
+def test_a_spent_budget_begins_no_sample_and_ends_none(ring_dir, caplog):
+    server = Server(ring_dir, tap={"budget_bytes": 5 * 3 * HIDDEN * 2})
+    a, b = Fake("a", [10, 11, 12]), Fake("b", [20, 21, 22])
+    server.run((a, 0, [10, 11, 12]))
+    assert not server.follower.spent
+    server.run((b, 0, [20, 21]))
+    wait_until(lambda: server.follower.spent)
+    assert "HSTRANSPORT_BUDGET_BYTES is spent" in caplog.text
+    late = Fake("late", [30])
+    server.run((late, 0, [30]), (b, 2, [22]))
+    server.decode([a], [13], [3])
+    assert server.follower.captures(a) and server.follower.captures(b)
+    a.output, b.output = tokens(2, 13), tokens(1, 23)
+    server.finish(a, b, late)
+    samples = {start.id: (end.tokens, rows) for start, end, rows in server.samples()}
+    assert samples == {
+        "a": (4, {0: 10, 1: 11, 2: 12, 3: 13}),
+        "b": (3, {0: 20, 1: 21, 2: 22}),
+    }
+    assert not server.follower.captures(late)
+    server.producer.close()
+
+
+def test_each_of_several_generations_has_an_id_of_its_own(server):
+    requests = [Fake(f"r{i}", [1, 2], tags={"hstransport_id": "x"}) for i in range(8)]
+    for request in requests:
+        request.copies = 3  # the prompt alone, then three generations; and all of it again
+    for request in requests:
+        server.run((request, 0, [1, 2]))
+    server.finish(*requests)
+    ids = [start.id for start, _, _ in server.samples()]
+    assert ids == 2 * ["x", "x#1", "x#2", "x#3"]

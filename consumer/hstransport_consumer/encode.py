@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hstransport.protocol import pack_event
 
@@ -15,6 +15,7 @@ from .appender import Transaction
 from .format import pack_frame, pack_map
 from .index import BiasRecord, ChunkRecord, EndRecord, Item, StartRecord, WindowRecord
 from .plan import ChunkPlan, WindowPlan
+from .progress import pack_parts
 
 Part = tuple[bytes, BiasRecord | StartRecord | EndRecord]
 """A metadata frame, and the record of it with its offset still to be filled in."""
@@ -152,5 +153,9 @@ def _ends(plan: WindowPlan) -> Iterator[Part]:
     for t in plan.touched.values():
         if t.end is not None and t.state is not None:
             _, meta = pack_event(t.end)
-            data = pack_map(fmt.END, {"state": t.state.value, "end": meta})
-            yield data, EndRecord(0, t.sid, t.end.tokens, t.state.value)
+            raw: dict[str, Any] = {"state": t.state.value, "end": meta}
+            if t.refs:
+                uids = list(dict.fromkeys(p.shard for p in t.refs))
+                raw |= {"refs": pack_parts(t.refs, uids.index), "shards": uids}
+            record = EndRecord(0, t.sid, t.end.tokens, t.state.value, tuple(t.refs))
+            yield pack_map(fmt.END, raw), record

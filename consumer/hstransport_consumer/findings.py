@@ -8,8 +8,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from hstransport.protocol import Segment
+
 from .shard import Shard
 
+Run = tuple[str, int]
+"""Run and rank."""
 ZERO, CONSTANT, NOT_FINITE = 1, 2, 4
 """What may be odd about a row."""
 
@@ -59,3 +63,8 @@ class Walked:
     """What is odd about each row of each chunk; None for chunks that cannot be decoded."""
     carry_in: bytes
     carry_out: bytes
+    owners: list[tuple[Run, tuple[Segment, ...]]]
+    """Whose rows each chunk holds."""
+    starts: dict[tuple[Run, int], int]
+    """Offset of the START frame of each sample, by run and sid."""
+    ends: dict[tuple[Run, int], int]

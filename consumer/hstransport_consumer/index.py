@@ -21,7 +21,7 @@ from .tables import COLUMNS, Tables
 
 
 class Part(NamedTuple):
-    """Rows of an open sample and where they are stored."""
+    """Rows of a sample and where they are stored."""
 
     position: int
     rows: int
@@ -89,6 +89,8 @@ class EndRecord(NamedTuple):
     sid: int
     tokens: int
     state: str
+    refs: tuple[Part, ...] = ()
+    """Rows of other samples that complete it."""
 
 
 Item = BiasRecord | StartRecord | ChunkRecord | EndRecord
@@ -171,7 +173,7 @@ class ShardIndex:
     def _add_chunk(self, run: RunState, c: ChunkRecord) -> None:
         if c.bias >= len(self.bias):
             raise RecordError(f"bias table {c.bias} has no frame")
-        number = len(self._columns["chunk.rows"])
+        number = self.chunks
         row = 0
         for sid, position, rows in c.segments:
             sample = run.open.get(sid)
@@ -190,7 +192,13 @@ class ShardIndex:
         sample = run.open.pop(e.sid, None)
         if sample is None:
             raise RecordError(f"sample {e.sid} ends, which is not open")
-        for p in sorted(sample.parts):
+        for p in e.refs:
+            if sample.coverage.missing(p.position, p.position + p.rows) != [
+                (p.position, p.position + p.rows)
+            ]:
+                raise RecordError(f"sample {e.sid} has rows {p.position}+{p.rows} twice")
+            sample.coverage.add(p.position, p.position + p.rows)
+        for p in sorted([*sample.parts, *e.refs]):
             if p.position < e.tokens:
                 self._append(
                     "segment",
@@ -223,6 +231,10 @@ class ShardIndex:
         if ref == len(self.shards):
             self.shards.append(uid)
         return ref
+
+    @property
+    def chunks(self) -> int:
+        return len(self._columns["chunk.rows"])
 
     @property
     def bytes(self) -> int:

@@ -17,6 +17,7 @@ from hstransport.protocol import End, Event, Rows, Segment, Start
 
 from .codec import Piece, Source, source
 from .format import CHUNK_BYTES, MAX_TOKENS, SMALL_BYTES
+from .index import Part
 from .states import Coverage, State, judge
 
 Entry = tuple[Event | None, npt.NDArray[Any] | None]
@@ -33,6 +34,8 @@ class Touched:
     pieces: list[Piece] = field(default_factory=list)
     end: End | None = None
     state: State | None = None
+    refs: list[Part] = field(default_factory=list)
+    """Rows of other samples that complete it."""
 
 
 @dataclass

@@ -3,6 +3,7 @@ footers, and a writer that comes back knows what it has."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgpack
@@ -28,21 +29,43 @@ def pack_progress(progress: Progress) -> bytes:
     for run in progress.values():
         samples = []
         for s in run.open.values():
-            parts = [(p.position, p.rows, ref(p.shard), p.chunk, p.row) for p in s.parts]
-            packed = np.array(parts, _PART).tobytes()
+            packed = pack_parts(s.parts, ref)
             samples.append([s.sid, s.id, ref(s.shard), s.start_offset, packed])
         runs.append({"info": pack_info(run.info), "next": run.next_seq, "open": samples})
     return bytes(msgpack.packb({"runs": runs, "shards": list(refs)}))
 
 
+def pack_parts(parts: Iterable[Part], ref: Callable[[bytes], int]) -> bytes:
+    """u32 ``[n, 5]``; ``ref`` numbers the shards' uids."""
+    rows = [(p.position, p.rows, ref(p.shard), p.chunk, p.row) for p in parts]
+    return np.array(rows, _PART).tobytes()
+
+
+def unpack_parts(frame: Frame, packed: Any, shards: Sequence[bytes]) -> list[Part]:
+    """Inverse of :func:`pack_parts`; ``shards``: the uids by their numbers."""
+    if not isinstance(packed, bytes) or len(packed) % (5 * _PART.itemsize):
+        raise frame.corrupt("places of rows are malformed")
+    parts = []
+    for position, rows, ref, chunk, row in np.frombuffer(packed, _PART).reshape(-1, 5).tolist():
+        if ref >= len(shards) or not rows or position + rows > MAX_TOKENS:
+            raise frame.corrupt("places of rows are out of bounds")
+        parts.append(Part(position, rows, shards[ref], chunk, row))
+    return parts
+
+
+def check_uids(frame: Frame, uids: Any) -> list[bytes]:
+    """A list of uids out of a file."""
+    if not isinstance(uids, list) or not all(isinstance(u, bytes) and len(u) == 16 for u in uids):
+        raise frame.corrupt("uids of shards are missing or malformed")
+    return uids
+
+
 def unpack_progress(frame: Frame, data: bytes) -> Progress:
     """Inverse of :func:`pack_progress`; ``frame`` says where ``data`` was read."""
     raw = frame.unpack_map(data)
-    runs, shards = raw.get("runs"), raw.get("shards")
-    if not isinstance(runs, list) or not isinstance(shards, list):
-        raise frame.corrupt("carry: runs or shards are missing")
-    if not all(isinstance(u, bytes) and len(u) == 16 for u in shards):
-        raise frame.corrupt("carry: a shard's uid is malformed")
+    runs, shards = raw.get("runs"), check_uids(frame, raw.get("shards"))
+    if not isinstance(runs, list):
+        raise frame.corrupt("carry: runs are missing")
     progress: Progress = {}
     for r in runs:
         if not isinstance(r, dict) or not isinstance(r.get("open"), list):
@@ -65,20 +88,16 @@ def _sample(frame: Frame, fields: Any, shards: list[bytes]) -> OpenSample:
     sid, sample_id, shard, offset, packed = fields[:5]
     if not isinstance(sample_id, str) or len(sample_id.encode(errors="replace")) > MAX_ID_BYTES:
         raise frame.corrupt("carry: an id is malformed")
-    if not isinstance(packed, bytes) or len(packed) % (5 * _PART.itemsize):
-        raise frame.corrupt("carry: rows of an open sample are malformed")
     sample = OpenSample(
         frame.number(sid, "sid"),
         sample_id,
         shards[frame.number(shard, "shard", len(shards))],
         frame.number(offset, "offset"),
     )
-    for position, rows, ref, chunk, row in np.frombuffer(packed, _PART).reshape(-1, 5).tolist():
-        stop = position + rows
-        if ref >= len(shards) or not rows or stop > MAX_TOKENS:
-            raise frame.corrupt("carry: rows of an open sample are out of bounds")
-        if sample.coverage.missing(position, stop) != [(position, stop)]:
-            raise frame.corrupt(f"carry: sample {sid} has rows {position}+{rows} twice")
-        sample.coverage.add(position, stop)
-        sample.parts.append(Part(position, rows, shards[ref], chunk, row))
+    for p in unpack_parts(frame, packed, shards):
+        stop = p.position + p.rows
+        if sample.coverage.missing(p.position, stop) != [(p.position, stop)]:
+            raise frame.corrupt(f"carry: sample {sid} has rows {p.position}+{p.rows} twice")
+        sample.coverage.add(p.position, stop)
+        sample.parts.append(p)
     return sample

@@ -32,3 +32,5 @@ class WindowResult:
     duplicate_rows: int = 0
     orphan_rows: int = 0
     anomalies: int = 0
+    shared_rows: int = 0
+    """Rows that samples did not have to store, because earlier ones had."""

@@ -22,15 +22,16 @@ from hstransport.protocol import (
 )
 
 from . import codec
+from .index import Part
 from .shard import Plane, Shard
 from .tensors import import_torch, to_ml_dtypes, to_torch
-from .walk import end_event, start_event
+from .walk import end_event, end_refs, start_event
 
 if TYPE_CHECKING:
     from .reader import ShardDataset
 
 
-class Part(NamedTuple):
+class _Piece(NamedTuple):
     """Rows of a chunk, and the row of a read's result where they belong."""
 
     shard: Shard
@@ -234,7 +235,7 @@ class Sample:
 
     def _plan(
         self, start: int, stop: int | None, layers: Sequence[int | str] | None
-    ) -> tuple[list[Part], list[int], tuple[int, int, int]]:
+    ) -> tuple[list[_Piece], list[int], tuple[int, int, int]]:
         """Parts that cover the tokens, numbers of the planes, and shape of a read."""
         stop = self.tokens if stop is None else stop
         if not 0 <= start <= stop <= self.tokens:
@@ -246,7 +247,7 @@ class Sample:
         # Memory is taken by this shape, and rows in the tables bound it; a file's tokens do not.
         return parts, planes, (stop - start, len(planes), self._dataset.info.hidden)
 
-    def _part(self, p: Stored, start: int, stop: int) -> Part:
+    def _part(self, p: Stored, start: int, stop: int) -> _Piece:
         """The rows of ``p`` that lie in ``[start, stop)``."""
         shard = self._dataset.shard(p.shard)
         first, last = max(p.position, start), min(p.position + p.rows, stop)
@@ -258,9 +259,9 @@ class Sample:
                 f"{self._shard.path}: sample {self.id!r} has rows {row}+{rows} in a chunk of "
                 f"{total} in {shard.path}: these files do not belong together"
             )
-        return Part(shard, p.chunk, row, rows, first - start)
+        return _Piece(shard, p.chunk, row, rows, first - start)
 
-    def _bytes(self, p: Part, fd: int, plane: int) -> Plane:
+    def _bytes(self, p: _Piece, fd: int, plane: int) -> Plane:
         """Exponents and sign+mantissa of a part's rows."""
         keep = p.rows < p.shard.chunk_rows(p.chunk)
         exponents, mantissas = self._dataset.cache.get(p.shard, fd, p.chunk, plane, keep=keep)
@@ -268,14 +269,14 @@ class Sample:
         span = slice(p.row * hidden, (p.row + p.rows) * hidden)
         return exponents[span], mantissas[span]
 
-    def _bytes_into(self, p: Part, plane: int, out: Plane) -> None:
+    def _bytes_into(self, p: _Piece, plane: int, out: Plane) -> None:
         with p.shard.open() as fd:
             if p.rows == p.shard.chunk_rows(p.chunk):
                 p.shard.plane_into(fd, p.chunk, plane, out)
             else:
                 out[0][:], out[1][:] = self._bytes(p, fd, plane)
 
-    def _bias(self, p: Part) -> codec.U8:
+    def _bias(self, p: _Piece) -> codec.U8:
         with p.shard.open() as fd:
             return p.shard.bias(fd, p.chunk)
 
@@ -323,6 +324,13 @@ class Sample:
         with self._shard.open() as fd:
             end, _ = end_event(self._shard.frame(fd, self._column("end")))
         return end
+
+    @cached_property
+    def refs(self) -> tuple[Part, ...]:
+        """Rows that other samples stored and that are this one's too: a prefix that the server
+        took out of its cache."""
+        with self._shard.open() as fd:
+            return end_refs(self._shard.frame(fd, self._column("end")))
 
     @cached_property
     def _ids(self) -> TokenIds:

@@ -11,6 +11,7 @@ from .directory import PARTIAL, Entry, entry_of, handed_over, list_shards
 from .findings import Finding, VerifyReport, Walked
 from .reader import ShardDataset
 from .verify_frames import verify_file
+from .verify_refs import Owners
 from .verify_samples import ALLOW_LABEL, verify_sample
 
 
@@ -47,9 +48,10 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
         if _belongs(found, walked, report):
             walked[found.shard.header.uid] = found
     dataset = ShardDataset(base, [w.shard for w in walked.values()])
+    owners = Owners(walked)
     for w in walked.values():
         for row in range(w.shard.tables.samples):
-            verify_sample(dataset, w.shard, row, walked, away, report)
+            verify_sample(dataset, w.shard, row, walked, owners, away, report)
     return report
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from hstransport.errors import CorruptShardError, HsTransportError, TornShardError
+from hstransport.protocol import Segment
 
 from . import codec
-from .findings import CONSTANT, NOT_FINITE, ZERO, Flags, VerifyReport, Walked
+from .findings import CONSTANT, NOT_FINITE, ZERO, Flags, Run, VerifyReport, Walked
 from .format import read_footer
-from .index import ChunkRecord, Progress, ShardIndex, WindowRecord
+from .index import ChunkRecord, EndRecord, Progress, ShardIndex, StartRecord, WindowRecord
 from .progress import pack_progress, unpack_progress
 from .shard import Shard, open_file
 from .tables import Tables, parse_tables
@@ -57,16 +58,26 @@ def _verify_frames(
     carry_in = _carry(head.progress)
     index = ShardIndex(head.header, head.progress)
     flags: list[Flags | None] = []
+    owners: list[tuple[Run, tuple[Segment, ...]]] = []
+    starts: dict[tuple[Run, int], int] = {}
+    ends: dict[tuple[Run, int], int] = {}
     end = head.end
     try:
         for record in walk(fd, head.end, size, path, head.header.meta):
             apply(index, record, path)
             end = record.end
             if isinstance(record, WindowRecord):
+                info = index.runs[record.run].info
+                run = info.run, info.rank
                 for item in record.items:
                     if isinstance(item, ChunkRecord):
                         flags.append(_verify_chunk(fd, item, index, path, report))
+                        owners.append((run, item.segments))
                         report.tokens += item.rows
+                    elif isinstance(item, StartRecord):
+                        starts[run, item.sid] = item.offset
+                    elif isinstance(item, EndRecord):
+                        ends[run, item.sid] = item.offset
     except (TornShardError, CorruptShardError) as e:
         if not (partial and isinstance(e, TornShardError)):
             report.note(path, str(e))
@@ -77,7 +88,8 @@ def _verify_frames(
             tables, end = _verify_footer(fd, size, path, index, end, carry_out, report)
         except HsTransportError as e:
             report.note(path, str(e))
-    return Walked(Shard(path, head.header, tables, end), flags, carry_in, carry_out)
+    shard = Shard(path, head.header, tables, end)
+    return Walked(shard, flags, carry_in, carry_out, owners, starts, ends)
 
 
 def _verify_footer(

@@ -14,6 +14,7 @@ from .reader import ShardDataset
 from .sample import Sample
 from .shard import Shard
 from .states import Coverage, State, judge
+from .verify_refs import Owners
 
 ALLOW_LABEL = "hstransport.allow"
 """A sample with this label true may have zero, constant and non-finite rows."""
@@ -26,6 +27,7 @@ def verify_sample(
     shard: Shard,
     row: int,
     walked: Mapping[bytes, Walked],
+    owners: Owners,
     away: Container[bytes] | None,
     report: VerifyReport,
 ) -> None:
@@ -42,6 +44,9 @@ def verify_sample(
         report.parted += bool(excused)
         for what in _problems(sample, shard, row, walked, excused):
             report.note(shard.path, what, sample.id)
+        if sample.start_shard not in excused:
+            for what in owners.wrong_refs(sample, excused):
+                report.note(shard.path, what, sample.id)
     except (HsTransportError, FileNotFoundError, UnicodeDecodeError) as e:
         report.note(shard.path, str(e), f"#{row}")
 

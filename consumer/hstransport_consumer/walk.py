@@ -29,6 +29,7 @@ from .index import (
     ChunkRecord,
     EndRecord,
     Item,
+    Part,
     Progress,
     RecordError,
     RunRecord,
@@ -36,7 +37,7 @@ from .index import (
     StartRecord,
     WindowRecord,
 )
-from .progress import unpack_progress
+from .progress import check_uids, unpack_parts, unpack_progress
 from .states import STATES
 
 Record = RunRecord | WindowRecord
@@ -135,6 +136,14 @@ def end_event(frame: Frame) -> tuple[End, str]:
     return event, str(state)
 
 
+def end_refs(frame: Frame) -> tuple[Part, ...]:
+    """The rows of other samples that complete the one whose END is in a frame."""
+    raw = frame.map()
+    if "refs" not in raw:
+        return ()
+    return tuple(unpack_parts(frame, raw["refs"], check_uids(frame, raw.get("shards"))))
+
+
 def _event(frame: Frame, kind: int, meta: bytes) -> object:
     try:
         return unpack_event(kind, meta)
@@ -182,7 +191,7 @@ def _item(frame: Frame, window_end: int, meta: DatasetMeta) -> tuple[Item, int]:
         return StartRecord(at, start.sid, start.id), frame.end
     if frame.kind == fmt.END:
         end, state = end_event(frame)
-        return EndRecord(at, end.sid, end.tokens, state), frame.end
+        return EndRecord(at, end.sid, end.tokens, state, end_refs(frame)), frame.end
     if frame.kind == fmt.BIAS:
         bias_table(frame, meta)
         return BiasRecord(at, frame.nat(frame.map(), "rows")), frame.end

@@ -29,6 +29,7 @@ from .encode import Bias, Packer, write_window
 from .format import DatasetMeta, Header, pack_frame, pack_map
 from .index import RunRecord, RunState, ShardIndex, WindowRecord
 from .plan import Entry, Touched, WindowPlan, plan_window
+from .prefixes import Prefixes
 from .progress import pack_progress
 from .recover import look, reopen
 from .results import Ended, WindowResult
@@ -105,6 +106,10 @@ class DatasetWriter:
         self._progress = found.progress
         self._estimate = found.estimate
         self._packer = Packer(threads)
+        self._prefixes = Prefixes(self.directory, found.progress)
+        if self._index:
+            header = self._index.header
+            self._prefixes.begin_shard(header.uid, header.number)
         self._begun: deque[_Begun] = deque()
         self._out_of_step = False
         """Interrupted after the file had a window and before the index had all of it."""
@@ -201,6 +206,7 @@ class DatasetWriter:
         try:
             result = self._write(self._begun[0])
         except BaseException:
+            self._prefixes.reset()
             self._begun.clear()
             self._packer.forget()
             raise
@@ -229,6 +235,7 @@ class DatasetWriter:
         self._check_idle()
         state = self._progress.get((run, rank))
         if state is None or not state.open:
+            self._prefixes.end_run((run, rank))
             return []
         plan = WindowPlan()
         for sid, sample in state.open.items():
@@ -236,7 +243,9 @@ class DatasetWriter:
             end = End(sid, UNFINISHED_REASON, reach, np.empty(0, np.int32), detail=reason[:1024])
             plan.touched[sid] = Touched(sid, sample.coverage, end=end, state=State.UNFINISHED)
         self._begin(state, state.next_seq, state.next_seq, plan, 0)
-        return self.finish_window().ended
+        ended = self.finish_window().ended
+        self._prefixes.end_run((run, rank))
+        return ended
 
     def flush(self) -> None:
         """Make all that was written outlive the machine."""
@@ -302,6 +311,7 @@ class DatasetWriter:
         file, index = self._shard()
         before = file.size
         bias = self._bias(window, index)
+        self._prefixes.resolve(run, plan, index.chunks)
         records: list[RunRecord | WindowRecord] = []
         number = index.run_index((run.info.run, run.info.rank))
         try:
@@ -328,6 +338,7 @@ class DatasetWriter:
             plan.duplicate_rows,
             plan.orphan_rows,
             plan.anomalies,
+            sum(p.rows for t in plan.touched.values() for p in t.refs),
         )
         self._count(result)
         return result
@@ -386,6 +397,7 @@ class DatasetWriter:
         path = directory.partial_path(self.directory, self._next_number)
         self._file = Appender.create(path, head, durable=self._durable)
         self._index = ShardIndex(header, self._progress)
+        self._prefixes.begin_shard(header.uid, header.number)
         self._next_number += 1
         return self._file, self._index
 

@@ -26,6 +26,7 @@ from hstransport.protocol import (
 from hstransport.recorder import OpenSample, RowSpan
 from hstransport.ring import RingReader, RingWriter
 from hstransport.session import ring_path
+from hstransport.settings import Selection
 from hstransport.tap import Tap
 
 HIDDEN = 64
@@ -67,11 +68,10 @@ class Producer:
         )
         self._rng = np.random.default_rng(0)
 
-    def tap(self, *, tagged_only: bool = False) -> Tap:
+    def tap(self, **options: Any) -> Tap:
         """A tap whose server's request objects are what it follows."""
-        follower = Follower(
-            self.info, self.exporter.recorder, lambda request: request, tagged_only=tagged_only
-        )
+        options = {"selection": Selection(), **options}
+        follower = Follower(self.info, self.exporter.recorder, lambda request: request, **options)
         return Tap(self.info, self.exporter, follower)
 
     def states(self, count: int) -> Bits:

@@ -1,0 +1,33 @@
+"""docs/modes.md: what it says is proved is a test, and what it says is refused is refused."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hstransport.errors import CaptureError
+from hstransport.sglang_plugin import _REFUSED, _refuse_unproven
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_test_that_the_page_names_exists():
+    page = (ROOT / "docs" / "modes.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
+    sources = "".join(p.read_text() for p in (ROOT / "tests").glob("test_*.py"))
+    for row in rows:
+        named = re.findall(r"`(test_\w+)`", row)
+        assert named, f"no test is named: {row}"
+        for name in named:
+            assert f"def {name}(" in sources, name
+
+
+@pytest.mark.parametrize(("name", "harmless", "remedy"), _REFUSED, ids=[r[0] for r in _REFUSED])
+def test_modes_that_are_not_proven_are_refused_by_name(name, harmless, remedy):
+    calm = SimpleNamespace(**{n: value for n, value, _ in _REFUSED})
+    _refuse_unproven(calm)
+    wild = {bool: True, int: 2, str: "prefill"}.get(type(harmless), ["something"])
+    setattr(calm, name, wild)
+    with pytest.raises(CaptureError, match=f"{name}={re.escape(repr(wild))}.*{re.escape(remedy)}"):
+        _refuse_unproven(calm)
