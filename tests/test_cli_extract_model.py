@@ -74,58 +74,6 @@ def write(path, lines):
     return path
 
 
-def test_samples_are_the_servers_bit_for_bit(servers, ring_dir, tmp_path, model_dir):
-    chats = [json.loads(line) for line in DEMO.read_text().splitlines()[:5]]
-    lines = [
-        *chats,
-        {"id": "text", "text": "The capital of France is"},
-        *({"id": i, "input_ids": p, "labels": {"n": i}} for i, p in named("ids", 6, 21).items()),
-        {"id": "masked", "input_ids": [7, 8, 9], "loss_mask": [0, 1, 0]},
-        {"id": "long", "input_ids": [5] * 9000},
-    ]
-    prompts = write(tmp_path / "prompts.jsonl", lines)
-    # One at a time, so that the batches are the same.
-    how = ("--prompts", prompts, "--concurrency", 1, "--max-new-tokens", 4, "--json")
-    model, mine, theirs = model_dir("smollm2"), tmp_path / "mine", tmp_path / "theirs"
-    capture = ("--layers", "2,15,final", "--rows", "all", "--threads", 2)
-    own = Command(
-        ring_dir, "--model", model, "--out", mine, *how, *capture, "--", *arguments(model)
-    )
-    status, stdout, stderr = own.end()
-    assert status == 1, stderr
-    assert not list(ring_dir.iterdir()), "a ring or its session's directory is left"
-    summary = json.loads(stdout)
-
-    capture = {"HSTRANSPORT_LAYERS": "2,15,final", "HSTRANSPORT_ROWS": "all"}
-    env = {"HSTRANSPORT": "1", "HSTRANSPORT_DIR": str(ring_dir), "HSTRANSPORT_REQUESTS": "tagged"}
-    server = servers.get("smollm2", env=env | capture)
-    with ConsumerProcess(theirs, ring_dir):
-        status, stdout, stderr = Command(
-            ring_dir, "--server", server.url, "--out", theirs, *how
-        ).end()
-        assert status == 1, stderr
-    reference = json.loads(stdout)
-
-    for found in (summary, reference):
-        (job,) = found["not_whole"]
-        assert (job["id"], job["state"], job["requests"]) == ("long", "refused", 1)
-        assert "The input (9000 tokens) is longer" in job["reason"]
-    same = ("whole", "already_whole", "requests", "prompt_tokens", "states", "model")
-    assert [summary[key] for key in same] == [reference[key] for key in same]
-
-    ours, wanted = open_shards(mine), open_shards(theirs)
-    assert list(ours.ids) == list(wanted.ids) == [line["id"] for line in lines[:-1]]
-    for sample, want in zip(ours, wanted, strict=True):
-        assert sample.layers == want.layers
-        assert np.array_equal(sample.token_ids, want.token_ids)
-        assert np.array_equal(sample.hidden_states, want.hidden_states)
-        assert sample.next_token_id == want.next_token_id
-        assert sample.labels == want.labels
-        assert (sample.loss_mask is None) == (want.loss_mask is None)
-        if want.loss_mask is not None:
-            assert np.array_equal(sample.loss_mask, want.loss_mask)
-
-
 def test_whatever_dies_the_same_command_goes_on(ring_dir, tmp_path, model_dir, capsys):
     prompts = named("p", 150, seed=22)
     lines = [{"id": i, "input_ids": p} for i, p in prompts.items()]
@@ -208,3 +156,55 @@ def test_engine_that_does_not_start_says_why(ring_dir, tmp_path, model_dir, stat
     assert ended[:2] == (status, ""), ended
     assert told in ended[2]
     assert not list(ring_dir.iterdir())
+
+
+def test_samples_are_the_servers_bit_for_bit(servers, ring_dir, tmp_path, model_dir):
+    chats = [json.loads(line) for line in DEMO.read_text().splitlines()[:5]]
+    lines = [
+        *chats,
+        {"id": "text", "text": "The capital of France is"},
+        *({"id": i, "input_ids": p, "labels": {"n": i}} for i, p in named("ids", 6, 21).items()),
+        {"id": "masked", "input_ids": [7, 8, 9], "loss_mask": [0, 1, 0]},
+        {"id": "long", "input_ids": [5] * 9000},
+    ]
+    prompts = write(tmp_path / "prompts.jsonl", lines)
+    # One at a time, so that the batches are the same.
+    how = ("--prompts", prompts, "--concurrency", 1, "--max-new-tokens", 4, "--json")
+    model, mine, theirs = model_dir("smollm2"), tmp_path / "mine", tmp_path / "theirs"
+    capture = ("--layers", "2,15,final", "--rows", "all", "--threads", 2)
+    own = Command(
+        ring_dir, "--model", model, "--out", mine, *how, *capture, "--", *arguments(model)
+    )
+    status, stdout, stderr = own.end()
+    assert status == 1, stderr
+    assert not list(ring_dir.iterdir()), "a ring or its session's directory is left"
+    summary = json.loads(stdout)
+
+    capture = {"HSTRANSPORT_LAYERS": "2,15,final", "HSTRANSPORT_ROWS": "all"}
+    env = {"HSTRANSPORT": "1", "HSTRANSPORT_DIR": str(ring_dir), "HSTRANSPORT_REQUESTS": "tagged"}
+    server = servers.get("smollm2", env=env | capture)
+    with ConsumerProcess(theirs, ring_dir):
+        status, stdout, stderr = Command(
+            ring_dir, "--server", server.url, "--out", theirs, *how
+        ).end()
+        assert status == 1, stderr
+    reference = json.loads(stdout)
+
+    for found in (summary, reference):
+        (job,) = found["not_whole"]
+        assert (job["id"], job["state"], job["requests"]) == ("long", "refused", 1)
+        assert "The input (9000 tokens) is longer" in job["reason"]
+    same = ("whole", "already_whole", "requests", "prompt_tokens", "states", "model")
+    assert [summary[key] for key in same] == [reference[key] for key in same]
+
+    ours, wanted = open_shards(mine), open_shards(theirs)
+    assert list(ours.ids) == list(wanted.ids) == [line["id"] for line in lines[:-1]]
+    for sample, want in zip(ours, wanted, strict=True):
+        assert sample.layers == want.layers
+        assert np.array_equal(sample.token_ids, want.token_ids)
+        assert np.array_equal(sample.hidden_states, want.hidden_states)
+        assert sample.next_token_id == want.next_token_id
+        assert sample.labels == want.labels
+        assert (sample.loss_mask is None) == (want.loss_mask is None)
+        if want.loss_mask is not None:
+            assert np.array_equal(sample.loss_mask, want.loss_mask)
