@@ -74,6 +74,7 @@ def write(path, lines):
     return path
 
 
+@pytest.mark.exhaustive  # five engines
 def test_whatever_dies_the_same_command_goes_on(ring_dir, tmp_path, model_dir, capsys):
     prompts = named("p", 150, seed=22)
     lines = [{"id": i, "input_ids": p} for i, p in prompts.items()]

@@ -76,7 +76,7 @@ def run(stub, storage, monkeypatch, tmp_path, count=3, timeout_s=5.0, **settings
     return extract(server, prompts(count), chosen, Progress(quiet=True))
 
 
-def test_request_carries_what_the_plugin_and_the_cache_need(monkeypatch, tmp_path):
+def test_request_carries_what_the_plugin_needs(monkeypatch, tmp_path):
     with StubServer() as stub:
         monkeypatch.setattr(module, "Stored", Storage(stub))
         tokens = np.array([5, 6], np.int32)
@@ -98,7 +98,7 @@ def test_request_carries_what_the_plugin_and_the_cache_need(monkeypatch, tmp_pat
             "hstransport_loss_mask": [1, 1],
         },
     }
-    assert len({first["rid"], second["rid"]}) == len({first["extra_key"], second["extra_key"]}) == 2
+    assert first["rid"] != second["rid"]
 
 
 @pytest.mark.parametrize(
@@ -153,6 +153,15 @@ def test_sample_that_is_not_whole_is_asked_again(monkeypatch, tmp_path):
         storage = Storage(stub, lambda attempt: "dropped" if attempt == 1 else "whole")
         done = run(stub, storage, monkeypatch, tmp_path)
         assert (done.whole, done.requests, done.not_whole) == (3, 6, [])
+
+
+def test_what_the_radix_cache_held_is_asked_again_past_it(monkeypatch, tmp_path):
+    with StubServer() as stub:
+        states = {1: "prefix_missing", 2: "dropped", 3: "whole"}
+        done = run(stub, Storage(stub, states.get), monkeypatch, tmp_path, count=1)
+        assert (done.whole, done.requests) == (1, 3)
+        assert [r.get("extra_key") == r["rid"] for r in stub.requests] == [False, True, True]
+        assert "extra_key" not in stub.requests[0]
 
 
 def test_sample_that_never_becomes_whole_is_named_with_its_state(monkeypatch, tmp_path):

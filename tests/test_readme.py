@@ -64,7 +64,7 @@ def test_readme_has_the_commands_that_are_tested_here():
 
 
 def test_ci_runs_the_tests_as_the_readme_says():
-    assert re.search(r"^make .*\b(check|test)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert re.search(r"^make .*\b(check|test)\b", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     helped = subprocess.run(["make", "-C", str(ROOT), "help"], capture_output=True, text=True)
     for target in ("demo", "test", "check", "help"):
         assert re.search(rf"^{target} ", helped.stdout, re.MULTILINE), target

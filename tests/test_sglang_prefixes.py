@@ -4,6 +4,9 @@ Pages of more than one token need a GPU (SGLang allocates them with a Triton ker
 are tests of test_prefixes.py and test_gpu_sglang.py.
 """
 
+import json
+import subprocess
+import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -135,3 +138,19 @@ def test_what_was_never_captured_is_named(server, consumer):
     _, cached = generate(server, "named", prompt + ids(4))
     assert cached >= 64
     assert consumer.wait_for(["named"])["named"].state == "prefix_missing"
+
+
+def test_extract_asks_again_past_the_cache(server, consumer, tmp_path):
+    prompt = ids(80)
+    server.generate(input_ids=prompt, sampling_params={"max_new_tokens": 1})
+    lines = [{"id": f"again-{i}", "input_ids": prompt + ids(5)} for i in range(3)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = [sys.executable, "-m", "hstransport.cli", "extract", "--server", server.url]
+    command += ["--prompts", str(tmp_path / "p.jsonl"), "--out", str(consumer.out), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["whole"], said["not_whole"]) == (3, [])
+    assert 3 < said["requests"] <= 6
+    samples = consumer.wait_for([line["id"] for line in lines])
+    assert {s.state for s in samples.values()} == {"whole"}

@@ -30,10 +30,14 @@ class Job:
     """SGLang's id of the last request."""
     requests: int = 0
     prompt_tokens: int = 0
+    past_cache: bool = False
+    """Its first rows were in the server's radix cache, and stored nowhere."""
 
 
-def payload(prompt: Prompt, rid: str, max_new_tokens: int) -> dict[str, Any]:
-    """The body of POST /generate."""
+def payload(
+    prompt: Prompt, rid: str, max_new_tokens: int, *, past_cache: bool = False
+) -> dict[str, Any]:
+    """The body of POST /generate. ``past_cache``: every row is to be computed."""
     tags: dict[str, Any] = {"hstransport_id": prompt.id}
     if prompt.labels:
         tags["hstransport_labels"] = prompt.labels
@@ -41,15 +45,14 @@ def payload(prompt: Prompt, rid: str, max_new_tokens: int) -> dict[str, Any]:
         tags["hstransport_loss_mask"] = list(prompt.loss_mask)
     body: dict[str, Any] = {
         "rid": rid,
-        # The radix cache holds prefixes by key: one of its own keeps every row of this prompt
-        # from being taken out of the cache, where it could not be captured.
-        "extra_key": rid,
         "sampling_params": {
             "temperature": 0,
             "max_new_tokens": max_new_tokens,
             "custom_params": tags,
         },
     }
+    if past_cache:
+        body["extra_key"] = rid  # the radix cache holds prefixes by key: nobody has this one
     if prompt.tokens is not None:
         body["input_ids"] = prompt.tokens.tolist()
     else:
@@ -123,7 +126,7 @@ class Asker:
             job.rid = f"hst-{uuid.uuid4().hex}"
             job.requests += 1
             try:
-                answer = self._target.generate(payload(job.prompt, job.rid, self._max_new_tokens))
+                answer = self._target.generate(self._body(job))
             except Refused as e:
                 job.state, job.detail = "refused", str(e)
                 self._failed_in_row = 0
@@ -148,6 +151,9 @@ class Asker:
         with self._lock:
             self.lost = self.lost or words
         self.stop()
+
+    def _body(self, job: Job) -> dict[str, Any]:
+        return payload(job.prompt, job.rid, self._max_new_tokens, past_cache=job.past_cache)
 
     def _failed(self, words: str) -> None:
         """After as many prompts in a row as are asked at once, the server is taken for gone."""

@@ -15,7 +15,7 @@ from typing import Any
 from .ask import Asker, Job
 from .progress import Progress
 from .prompts import Prompt
-from .stored import WHOLE, Stored
+from .stored import PREFIX_MISSING, WHOLE, Stored
 from .target import Target
 
 _SILENCE_S = 60.0
@@ -133,6 +133,8 @@ class _Extraction:
             self._settle(open_jobs)
             # What a retry of the request cannot change is not tried again.
             open_jobs = [j for j in open_jobs if j.state not in (WHOLE, "refused", "failed")]
+            for job in open_jobs:
+                job.past_cache |= job.state == PREFIX_MISSING
             # Nor is what nobody stores.
             if not open_jobs or self._asker.stopped or not self._arrived:
                 break

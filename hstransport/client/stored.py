@@ -11,7 +11,7 @@ from ..errors import TornShardError
 if TYPE_CHECKING:
     from hstransport_consumer.reader import ShardDataset
 
-WHOLE = "whole"
+WHOLE, PREFIX_MISSING = "whole", "prefix_missing"
 _COST_SHARE = 20
 """A look at the directory may take one part in this many of the time between two looks."""
 
