@@ -77,8 +77,8 @@ class LayerCheck:
             if not error <= TOLERANCE:
                 raise CaptureError(
                     f"layer {k}: what {type(block).__name__} {k} was given ({seen[k].part}) and "
-                    f"what the model captured differ by {error:.2g} of a row's norm, so it is not "
-                    f"the state after {k} layers: leave the layer out, or set "
+                    f"what the model captured differ by {error:.2g} of a row's norm, so what it "
+                    f"captured is not what id {k} means: leave the layer out, or set "
                     "HSTRANSPORT_LAYERS=final"
                 )
         self.close()
