@@ -197,6 +197,8 @@ class Plugin:
         info = self._ring.info
         follower = Follower(info, exporter.recorder, _Request, tagged_only=tagged_only)
         self._tap = Tap(info, exporter, follower)
+        if self._check is not None:
+            logger.info("hstransport: layers are compared in the first pass outside CUDA graphs")
 
     def run_batch(self, original: Any, scheduler: Any, batch: Any, *args: Any, **kw: Any) -> Any:
         self._batch = batch

@@ -34,10 +34,9 @@ class _Seen(NamedTuple):
 
 
 class LayerCheck:
-    """The states of ``layers`` in a model of SGLang that captures them; raises CaptureError.
+    """Watches the passes of a model that captures ``layers``, until :meth:`holds` is true.
 
-    ``hidden``: width of a state. From here on the next passes are watched until :meth:`holds`
-    has come to an end.
+    ``hidden``: width of a state. Raises CaptureError when the model has no layers to watch.
     """
 
     def __init__(self, model: Any, layers: Sequence[int], hidden: int) -> None:
