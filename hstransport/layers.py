@@ -1,10 +1,11 @@
 """Canonical layer ids, and how a live model is told of them.
 
-Canonical id k is the residual stream after k decoder layers. SGLang's models keep a list
+Canonical id k is the residual stream after k decoder layers. Most of SGLang's models keep a list
 ``layers_to_capture`` that means the same (layer k's input is captured before layer k runs), but
 their setters disagree about what they add to the ids they are given: most add 1 always,
-``deepseek_v2`` only if the first id is 1, ``gpt_oss`` unless the last layer is asked. So the setter
-is called, and what it left in the model is read back and compared.
+``deepseek_v2`` only if the first id is 1, ``gpt_oss`` unless the last layer is asked. So a setter
+is called, and what it left in the model is read back and compared; ``verify_layers`` then compares
+the states themselves. docs/layers.md has a table of the models.
 """
 
 from __future__ import annotations
@@ -14,45 +15,107 @@ from typing import Any
 
 from .errors import CaptureError
 
+_EAGLE3, _DFLASH = "set_eagle3_layers_to_capture", "set_dflash_layers_to_capture"
+_FLAG = "_is_layer_to_capture"
+
 
 def enable_capture(model: Any, layers: Sequence[int], num_layers: int) -> None:
     """Make ``model`` hand the states of canonical ``layers`` (ascending) to its LogitsProcessor.
 
-    Raises CaptureError when that cannot be done exactly.
+    ``model``: a torch module of SGLang's, also a wrapper around a language model. Raises
+    CaptureError when that cannot be done exactly.
     """
     if not layers:
         return
     name = type(model).__name__
     for k in layers:
-        if not 1 <= k < num_layers:
-            raise CaptureError(
-                f"layer {k} of {name} cannot be captured: SGLang's models capture the states after "
-                f"1 to {num_layers - 1} of this model's {num_layers} layers; for the state after "
-                "the last layer and the final norm use 'final' (HSTRANSPORT_LAYERS)"
-            )
-    setter = getattr(model, "set_eagle3_layers_to_capture", None)
-    if setter is None:
-        raise CaptureError(
-            f"{name} has no set_eagle3_layers_to_capture, so SGLang cannot capture its inner "
-            "layers: set HSTRANSPORT_LAYERS=final, or serve a model that has it"
-        )
+        _refuse_out_of_range(k, name, num_layers)
     wanted = list(layers)
-    left: list[int] | None = None
-    for asked in ([k - 1 for k in wanted], wanted):
-        setter(asked)
-        left = _captured(model)
-        if left == wanted:
+    before = [k - 1 for k in wanted]
+    # Ids of DFLASH count layers, so k-1 must leave k. A setter that keeps what it is given either
+    # captures after the layer or breaks that rule, and what it leaves does not say which.
+    tries = [(_EAGLE3, before), (_EAGLE3, wanted), (_DFLASH, before)]
+    tries = [(setter, asked) for setter, asked in tries if hasattr(model, setter)]
+    if not tries:
+        raise CaptureError(
+            f"{name} has neither {_EAGLE3} nor {_DFLASH}, so SGLang cannot capture its inner "
+            "layers, and hooks on them would not run inside CUDA graphs: set "
+            "HSTRANSPORT_LAYERS=final, or serve a model that docs/layers.md lists"
+        )
+    outcomes = []
+    for setter, asked in tries:
+        outcome = _call(model, setter, asked)
+        if outcome == wanted:
             return
+        outcomes.append(f"{setter}({asked}) left {outcome}")
     raise CaptureError(
-        f"{name} was asked for layers {wanted} and would capture {left}: choose other layers "
-        "(HSTRANSPORT_LAYERS)"
+        f"{name} was asked for layers {wanted} and would capture others: {'; '.join(outcomes)}. "
+        "Choose other layers (HSTRANSPORT_LAYERS), or final alone"
     )
 
 
-def _captured(model: Any) -> list[int] | None:
-    """What the setter left in the model, or None when it is not where it is known to be."""
-    for owner in (getattr(model, "model", None), model):
-        ids = getattr(owner, "layers_to_capture", None)
-        if ids is not None:
-            return [int(k) for k in ids]
-    return None
+def require_captured(model: Any, layers: Sequence[int]) -> None:
+    """Raise CaptureError unless ``model`` still captures canonical ``layers``.
+
+    SGLang itself calls the setter after the model was loaded when it is started with
+    ``--enable-return-aux-hidden-states``.
+    """
+    left = _captured(model)
+    if layers and left != list(layers):
+        remedy = "leave --enable-return-aux-hidden-states out"
+        if isinstance(left, list):
+            remedy += f", or set HSTRANSPORT_LAYERS={','.join(map(str, left))},final"
+        raise CaptureError(
+            f"layers {list(layers)} are to be captured, but SGLang has since set the model to "
+            f"capture {left}: {remedy}"
+        )
+
+
+def decoder_of(model: Any) -> Any | None:
+    """The module in ``model`` that runs the decoder layers and captures; None if not just one."""
+    found = [m for m in model.modules() if _ids(m) and hasattr(m, "layers")]
+    return found[0] if len(found) == 1 else None
+
+
+def _refuse_out_of_range(k: int, name: str, num_layers: int) -> None:
+    if 1 <= k < num_layers:
+        return
+    if k == 0:
+        why = "it is the embedding of the token ids, which samples carry: look it up in the weights"
+    elif k == num_layers:
+        why = "it is the last layer's output before the final norm: use 'final', after that norm"
+    else:
+        why = f"the model has {num_layers} layers; for the last state use 'final'"
+    raise CaptureError(
+        f"layer {k} of {name} cannot be captured: {why} (HSTRANSPORT_LAYERS takes 1 to "
+        f"{num_layers - 1} and 'final')"
+    )
+
+
+def _call(model: Any, setter: str, asked: list[int]) -> list[int] | str:
+    """What a setter leaves when asked for ``asked``."""
+    for module in model.modules():
+        if getattr(module, _FLAG, False):
+            setattr(module, _FLAG, False)  # setters only ever raise flags
+    try:
+        getattr(model, setter)(asked)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return _captured(model)
+
+
+def _captured(model: Any) -> list[int] | str:
+    """Canonical ids of the layers that the model captures, or why that is not known."""
+    decoder = decoder_of(model)
+    if decoder is None:
+        return "no layers_to_capture in one module with layers"
+    ids = _ids(decoder)
+    flagged = [i for i, layer in enumerate(decoder.layers) if getattr(layer, _FLAG, False)]
+    if flagged and flagged != sorted(ids):
+        return f"{ids}, and flags on the layers {flagged}"
+    return ids
+
+
+def _ids(module: Any) -> list[int]:
+    ids = getattr(module, "layers_to_capture", None) or ()
+    return [int(k) for k in (sorted(ids) if isinstance(ids, set | frozenset) else ids)]

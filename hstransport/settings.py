@@ -31,7 +31,15 @@ class LayerChoice:
     final: bool
 
     def resolve(self, num_layers: int) -> tuple[int, ...]:
-        """Canonical ids for a model of ``num_layers`` decoder layers: ascending, no repeats."""
+        """Canonical ids for a model of ``num_layers`` decoder layers: ascending, no repeats.
+
+        Raises ConfigError when the model is too small for ``eagle3``.
+        """
+        if self.eagle3 and num_layers < 4:
+            raise ConfigError(
+                f"HSTRANSPORT_LAYERS: 'eagle3' is layers 2, n//2 and n-3, and this model has n="
+                f"{num_layers} layers: name layers from 1 to {num_layers - 1}, or 'final'"
+            )
         extra = (2, num_layers // 2, num_layers - 3) if self.eagle3 else ()
         return tuple(sorted({*self.ids, *extra}))
 

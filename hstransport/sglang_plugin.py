@@ -26,7 +26,7 @@ from .copyout import Copier, DeviceCopier, HostCopier
 from .errors import CaptureError, ConfigError, HsTransportError
 from .exporter import DecodeRun, Exporter
 from .follower import Follower, Noted, Pass
-from .layers import enable_capture
+from .layers import enable_capture, require_captured
 from .protocol import (
     ABORTED,
     FINISHED,
@@ -123,6 +123,8 @@ class Plugin:
         self._settings = settings
         self._dp_rank = 0
         self._layers: tuple[int, ...] = ()
+        self._check: Any = None  # LayerCheck, until the captured layers are verified
+        self._mismatch: CaptureError | None = None  # what it found before capture began
         self._runner: Any = None
         self._device: int | None = None  # ordinal of the CUDA device; None: the model is on the CPU
         self._ring: _RingInTheMaking | None = None  # only on the rank that writes
@@ -157,6 +159,10 @@ class Plugin:
         result = original(runner, *args, **kwargs)
         # On every rank, so that all ranks of a tensor-parallel group run the same graph.
         enable_capture(runner.model, self._layers, num_layers)
+        if writes and self._layers:
+            from .verify_layers import LayerCheck
+
+            self._check = LayerCheck(runner.model, self._layers, info.hidden)
         if writes and self._device is not None:
             stage_bytes = self._settings.stage_bytes or _stage_bytes(runner.server_args, info)
             self._copier = DeviceCopier(self._device, stage_bytes)
@@ -174,6 +180,9 @@ class Plugin:
                 "that the plugin does not know; unset HSTRANSPORT to serve without capture"
             )
         _refuse_resolved_widths()
+        require_captured(self._runner.model, self._layers)
+        if self._mismatch is not None:
+            raise self._mismatch
         for target in _hooks(self):
             if getattr(_resolve(target), "__wrapped__", None) is None:
                 raise CaptureError(
@@ -193,6 +202,8 @@ class Plugin:
             budget_bytes=self._settings.budget_bytes,
         )
         self._tap = Tap(info, exporter, follower)
+        if self._check is not None:
+            logger.info("hstransport: layers are compared in the first pass outside CUDA graphs")
 
     def run_batch(self, original: Any, scheduler: Any, batch: Any, *args: Any, **kw: Any) -> Any:
         self._batch = batch
@@ -277,6 +288,8 @@ class Plugin:
         output: Any,
     ) -> Planes:
         """The states of the pass that has just been run, or enqueued."""
+        if self._mismatch is not None:
+            raise self._mismatch
         self._replayed = None
         stream = None if self._device is None else self._current_stream(self._device)
         if states is not None:
@@ -313,6 +326,8 @@ class Plugin:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        if self._check is not None:
+            self._verify(aux_hidden_states)
         if self._armed:
             self._states = (hidden_states, aux_hidden_states)
         elif self._keeps_graphs and _capturing() and logits_metadata.forward_mode.is_decode():
@@ -331,6 +346,20 @@ class Plugin:
             *args,
             **kwargs,
         )
+
+    def _verify(self, captured: Any) -> None:
+        """Compare what the model captured with what its layers were given, until one pass shows."""
+        try:
+            if not self._check.holds(captured):
+                return
+            ids = ",".join(map(str, self._layers))
+            logger.info("hstransport: layers %s are those that the model computes with", ids)
+        except Exception as e:
+            self._check.close()
+            self._mismatch = e if isinstance(e, CaptureError) else CaptureError(f"layers: {e}")
+            if self._tap is not None and not self._armed:
+                self._tap.stop(str(self._mismatch), e)
+        self._check = None
 
     def process_batch_result(
         self, original: Any, scheduler: Any, batch: Any, *a: Any, **kw: Any

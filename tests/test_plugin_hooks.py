@@ -14,6 +14,7 @@ from rig.fake_cuda import FakeArray, FakeStream, on_fake_cuda
 from rig.producer import HIDDEN, Producer, read_samples
 
 from hstransport.copyout import DeviceCopier
+from hstransport.errors import CaptureError
 from hstransport.follower import Follower
 from hstransport.ring import RingReader
 from hstransport.settings import Selection, Settings
@@ -301,3 +302,60 @@ def test_a_stream_that_changes_in_mid_run_ends_capture(ring_dir):
     samples, _ = read_samples(RingReader.attach(server.producer.place.path), server.producer.info)
     ((_, end, _),) = samples
     assert end.reason == "aborted" and "stream" in end.detail
+
+
+class Check:
+    """A LayerCheck that sees nothing in the first ``blind`` passes, then says what it found."""
+
+    def __init__(self, blind=0, error=None):
+        self._blind, self._error = blind, error
+        self.asked = 0
+        self.closed = False
+
+    def holds(self, captured):
+        self.asked += 1
+        if self.asked <= self._blind:
+            return False
+        if self._error:
+            raise self._error
+        return True
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize("error", [CaptureError("layer 2: other"), RuntimeError("layer 2: other")])
+def test_states_of_other_layers_end_capture_before_a_row_of_them_is_kept(held, error):
+    server, let = held
+    check = server.plugin._check = Check(error=error)
+    req = request("r", 4)
+    server.run("extend", [req], [0], [4])
+    server.result([req])
+    ((_, end, rows),) = let()
+    assert (end.reason, rows) == ("aborted", {})
+    assert "layer 2: other" in end.detail
+    assert check.closed
+
+
+def test_layers_are_compared_until_one_pass_shows_them_and_then_no_more(held):
+    server, let = held
+    check = server.plugin._check = Check(blind=2)
+    req = request("r", 2)
+    server.run("extend", [req], [0], [2])
+    server.result([req])
+    for step in range(4):
+        server.run("decode", [req], [2 + step], [1])
+        server.result([req], over=[req] if step == 3 else ())
+    ((_, end, rows),) = let()
+    assert (check.asked, end.reason, len(rows)) == (3, "length", 6)
+
+
+def test_states_of_other_layers_in_a_pass_that_nobody_wants_end_capture_too(held):
+    server, let = held
+    req = request("r", 4)
+    server.run("extend", [req], [0], [4])
+    server.plugin._check = Check(error=CaptureError("layer 2: other"))
+    final = np.zeros((1, HIDDEN), np.uint16)
+    server.plugin.logits_forward(lambda *a: None, None, None, final, None, None, [final] * 2)
+    ((_, end, _),) = let()
+    assert end.reason == "aborted" and "layer 2: other" in end.detail

@@ -72,7 +72,7 @@ class _Weights(dict[str, torch.Tensor]):
 
 
 def save(architecture: str, folder: Path) -> None:
-    """Write ``config.json`` and ``model.safetensors`` of one of the three architectures."""
+    """Write ``config.json`` and ``model.safetensors`` of one of the architectures."""
     config, weights = _ARCHITECTURES[architecture]()
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(_COMMON | config, indent=1) + "\n")
@@ -178,4 +178,26 @@ def _deepseek_v3() -> tuple[dict[str, Any], Any]:
     return config, w
 
 
-_ARCHITECTURES = {"llama": _llama, "qwen3": _qwen3, "deepseek_v3": _deepseek_v3}
+def _gemma3() -> tuple[dict[str, Any], Any]:
+    """Norms behind attention and MLP as well, and tied embeddings."""
+    config, w = _grouped_query("Gemma3ForCausalLM", "gemma3_text", qk_norm=True)
+    del w["lm_head.weight"]
+    for i in range(LAYERS):
+        w.norm(f"model.layers.{i}.pre_feedforward_layernorm", HIDDEN)
+        w.norm(f"model.layers.{i}.post_feedforward_layernorm", HIDDEN)
+    return config | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 512,
+        "layer_types": ["full_attention"] * LAYERS,
+        "rope_local_base_freq": 10000.0,
+        "tie_word_embeddings": True,
+    }, w
+
+
+_ARCHITECTURES = {
+    "llama": _llama,
+    "qwen3": _qwen3,
+    "deepseek_v3": _deepseek_v3,
+    "gemma3": _gemma3,
+}

@@ -1,0 +1,56 @@
+"""Real servers: right layers are seen to be right, and a model that captures wrongly is found."""
+
+import pytest
+from rig.consumer import ConsumerProcess
+from rig.states import ask, prompts
+
+pytestmark = pytest.mark.sglang
+
+
+def serve(servers, model, ring_dir, layers):
+    return servers.get(
+        model,
+        extra_args=["--enable-return-hidden-states"],
+        env={
+            "HSTRANSPORT": "1",
+            "HSTRANSPORT_DIR": str(ring_dir),
+            "HSTRANSPORT_RING_BYTES": "16MiB",
+            "HSTRANSPORT_REQUESTS": "tagged",
+            "HSTRANSPORT_LAYERS": layers,
+        },
+    )
+
+
+# Captured by SGLang as a list and packed; dense, and MLA with experts.
+@pytest.mark.parametrize("model", ["llama", "dsv3"])
+def test_layers_from_the_first_to_the_last_are_compared_and_captured(
+    servers, model, tmp_path, ring_dir
+):
+    server = serve(servers, model, ring_dir, "1,3,5,final")
+    (ids,) = prompts(1, seed=20, low=20)
+    with ConsumerProcess(tmp_path / "s", ring_dir) as consumer:
+        ask(server, "one", ids)
+        sample = consumer.wait_for(["one"])["one"]
+    assert (sample.state, list(sample.layers)) == ("whole", [1, 3, 5, "final"])
+    assert "layers 1,3,5 are those that the model computes with" in server.log_text()
+
+
+def test_a_model_that_captures_without_the_residual_is_not_captured(servers, ring_dir):
+    """SGLang's Gemma 3 (0.5.20, 0.5.23) hands out a state to which the residual is yet to come."""
+    server = serve(servers, "gemma3", ring_dir, "3,final")
+    (ids,) = prompts(1, seed=21, low=20)
+    assert ask(server, "one", ids)["output_ids"]
+    log = server.log_text()
+    assert "capture stopped, serving goes on: layer 3: what Gemma3DecoderLayer 3" in log
+    assert "layers 3 are those" not in log
+
+
+def test_final_of_a_model_that_captures_other_layers_wrongly_is_captured(
+    servers, tmp_path, ring_dir
+):
+    server = serve(servers, "gemma3", ring_dir, "final")
+    (ids,) = prompts(1, seed=22, low=20)
+    with ConsumerProcess(tmp_path / "s", ring_dir) as consumer:
+        ask(server, "one", ids)
+        sample = consumer.wait_for(["one"])["one"]
+    assert (sample.state, list(sample.layers)) == ("whole", ["final"])
