@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out.exists() and not arguments.out.is_dir():
         raise NotADirectoryError(f"--out {arguments.out} is a file; name the consumer's directory")
     server = Server(
-        arguments.server, timeout_s=arguments.timeout, api_key=_api_key(arguments.api_key_env)
+        arguments.server, timeout_s=arguments.timeout, api_key=api_key(arguments.api_key_env)
     )
     try:
         info = server.model_info()
@@ -143,7 +143,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if outcome.not_whole or found.bad else 0
 
 
-def _api_key(name: str | None) -> str | None:
+def api_key(name: str | None) -> str | None:
+    """The key in the environment variable ``name``; ConfigError if there is none."""
     if name is None:
         return None
     key = os.environ.get(name)

@@ -61,6 +61,17 @@ class Server:
         model = info["model_path"]
         return ModelInfo(model, info.get("tokenizer_path") or model)
 
+    def version(self) -> str | None:
+        """The server's SGLang release, None when it does not say. Raises Unreachable."""
+        for path in ("/server_info", "/get_server_info"):
+            try:
+                info = self._call("GET", path, None, _PROBE_TIMEOUT_S)
+            except Refused:
+                continue
+            version = info.get("version") if isinstance(info, dict) else None
+            return version if isinstance(version, str) else None
+        return None
+
     def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
         """POST /generate for one prompt; raises Unreachable or Refused."""
         answer = self._call("POST", "/generate", json.dumps(payload).encode(), self._timeout_s)
