@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ _INNER = re.compile(r"(^|\.)(layers|h|blocks|visual|vision\w*|audio\w*|mtp)\.")
 _NORM = re.compile(r"(^|\.)(norm|ln_f|final_layernorm|norm_f)\.weight$")
 _HEAD = re.compile(r"(^|\.)(lm_head|output|embed_out)\.weight$")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|tok_embeddings|embed_in)\.weight$")
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _ROWS_AT_ONCE = 16384
 
 
@@ -36,7 +38,6 @@ class Checkpoint:
             raise Unknown(f"{folder} has no config.json that can be read ({e})") from None
         text = config.get("text_config")
         self.config: dict[str, Any] = {**config, **text} if isinstance(text, dict) else config
-        self._files = self._index()
 
     @classmethod
     def find(cls, model: str) -> Checkpoint:
@@ -61,7 +62,15 @@ class Checkpoint:
     @property
     def bytes(self) -> int:
         """Of all weights, as they are stored."""
-        return sum((self.folder / name).stat().st_size for name in set(self._files.values()))
+        for ending in ("safetensors", "bin"):
+            if found := sum(path.stat().st_size for path in self.folder.glob(f"*.{ending}")):
+                return found
+        return 0
+
+    @property
+    def mixture(self) -> bool:
+        """Whether it is a mixture of experts."""
+        return any(self.config.get(key) for key in _EXPERTS)
 
     def norm(self) -> F32:
         """Weight of the RMS norm after the last layer: ``[hidden]``. Raises Unknown."""
@@ -82,8 +91,9 @@ class Checkpoint:
         import torch
 
         tied = self.config.get("tie_word_embeddings")
-        heads = [] if tied else self._named(_HEAD)
-        name = heads[0] if len(heads) == 1 else self._one(_EMBEDDING, "lm_head, or embeddings")
+        if tied is None:
+            tied = not self._named(_HEAD)
+        name = self._one(_EMBEDDING if tied else _HEAD, "embedding" if tied else "lm_head")
         x = torch.from_numpy(np.ascontiguousarray(states))
         parts = []
         with self._tensor(name) as tensor:
@@ -108,7 +118,8 @@ class Checkpoint:
         """What the RMS norm adds to the mean square."""
         return float(self.config.get("rms_norm_eps") or 1e-6)
 
-    def _index(self) -> dict[str, str]:
+    @cached_property
+    def _files(self) -> dict[str, str]:
         """Tensor name -> file name."""
         try:
             from safetensors import safe_open

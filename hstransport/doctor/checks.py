@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from .compare import F32, ROUGHLY, SAME, Agreement, agreement, cosines, floats
+from .compare import F32, ROUGHLY, SAME, agreement, cosines, floats
 from .finding import FAIL, OK, SKIPPED, WARN, Finding
 from .probe import Probe, Probes
 
@@ -101,9 +101,15 @@ def _odd_rows(rows: Bits) -> dict[str, npt.NDArray[np.bool_]]:
 
 
 def check_batch(
-    probes: Probes, samples: Mapping[str, Sample], states: Mapping[str, Bits]
+    probes: Probes,
+    samples: Mapping[str, Sample],
+    states: Mapping[str, Bits],
+    mixture: bool | None,
 ) -> Finding:
-    """A request in a batch has the states that it has alone, and not those of a neighbour."""
+    """A request in a batch has the states that it has alone, and not those of a neighbour.
+
+    ``mixture``: whether the model is a mixture of experts, None: not known.
+    """
     pairs: list[tuple[F32, F32]] = []
     equal = 0
     for i, probe in enumerate(probes.batch):
@@ -112,14 +118,19 @@ def check_batch(
         shared = _common(samples[probe.id].token_ids, samples[twin.id].token_ids)
         together, alone = states[probe.id][:shared], states[twin.id][:shared]
         equal += np.array_equal(together, alone)
-        pairs.append((_flat(together), _flat(alone)))
+        pairs.append((floats(together), floats(alone)))
     swapped = _rows_of_another(probes, pairs)
     if swapped:
         return Finding("batch", FAIL, swapped)
     found = agreement(pairs)
     words = f"{len(pairs)} requests sent at once, held against themselves alone: {equal} equal bit "
     words += f"for bit, {found} (kernels may round differently in a batch of another shape)"
-    return _judged("batch", found, words)
+    if found.same or (mixture and found.mostly):
+        return Finding("batch", OK, words)
+    if found.mostly and mixture is None:
+        advice = "expected of a mixture of experts (a router near a tie), wrong of another model"
+        return Finding("batch", WARN, f"{words}; {advice}")
+    return Finding("batch", FAIL, f"{words}: do not train on this server's samples, and report it")
 
 
 def _rows_of_another(probes: Probes, pairs: list[tuple[F32, F32]]) -> str:
@@ -130,8 +141,7 @@ def _rows_of_another(probes: Probes, pairs: list[tuple[F32, F32]]) -> str:
         for other in probes.alone:
             if other is probes.twin(i) or not len(off):
                 continue
-            theirs = _unit(alone[other.id])
-            hits = (_unit(together[off]) @ theirs.T).max(axis=1) >= SAME
+            hits = (_unit(together[off]) @ _unit(alone[other.id]).T).max(axis=1) >= SAME
             if hits.any():
                 return (
                     f"{hits.sum()} of {len(together)} rows of {_name(probes.batch[i])} are those "
@@ -164,10 +174,9 @@ def check_prefix(
             "--disable-radix-cache, and report it",
         )
     start, stop = sample.ranges[0] if sample.ranges else (tokens, tokens)
-    rows = _flat(sample.read(start, stop))
-    found = (
-        None if stop == start else agreement([(rows, _flat(states[probes.first.id])[start:stop])])
-    )
+    rows = floats(sample.read(start, stop))
+    before = floats(states[probes.first.id][start:stop])
+    found = agreement([(rows, before)]) if stop > start else None
     if start != cached or (found and not found.mostly):
         return Finding(
             "prefix",
@@ -184,30 +193,18 @@ def check_prefix(
     )
 
 
-def _judged(name: str, found: Agreement, words: str) -> Finding:
-    if found.same:
-        return Finding(name, OK, words)
-    if found.mostly:
-        advice = "expected of a mixture of experts, whose router is near a tie; wrong of another"
-        return Finding(name, WARN, f"{words}; {advice}")
-    return Finding(name, FAIL, f"{words}: do not train on this server's samples, and report it")
-
-
 def _common(a: Any, b: Any) -> int:
     n = min(len(a), len(b))
     same = a[:n] == b[:n]
     return n if same.all() else int(np.argmin(same))
 
 
-def _flat(bits: Bits) -> F32:
-    """All layers of a token as one vector."""
-    return floats(bits).reshape(len(bits), -1)
-
-
-def _unit(rows: F32) -> F32:
-    norms = np.linalg.norm(rows, axis=1, keepdims=True)
-    unit: F32 = np.nan_to_num(rows / np.where(norms == 0, 1, norms))
-    return unit
+def _unit(states: F32) -> F32:
+    """``[tokens, layers, hidden]`` as vectors whose products are cosines, meant over the layers."""
+    norms = np.linalg.norm(states, axis=-1, keepdims=True)
+    unit = np.nan_to_num(states / np.where(norms == 0, 1, norms)) / np.sqrt(states.shape[1])
+    vectors: F32 = unit.reshape(len(unit), -1)
+    return vectors
 
 
 def _name(probe: Probe) -> str:

@@ -48,14 +48,16 @@ def floats(bits: npt.NDArray[np.uint16]) -> F32:
 
 
 def cosines(a: F32, b: F32) -> F32:
-    """Cosine of each row of ``a`` ``[tokens, hidden]`` with the same row of ``b``.
+    """Cosine of each token's state in ``a`` ``[tokens, hidden]`` with that in ``b``: ``[tokens]``.
 
-    0 where a row is zero or not finite, which is like nothing.
+    Of several layers (``[tokens, layers, hidden]``) the lowest, for layers differ in size. 0 where
+    a state is zero or not finite, which is like nothing.
     """
     with np.errstate(all="ignore"):
-        norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-        result: F32 = (a * b).sum(1) / norms
-    return np.nan_to_num(result, nan=0.0, posinf=0.0, neginf=0.0)
+        norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
+        found = np.nan_to_num((a * b).sum(-1) / norms, nan=0.0, posinf=0.0, neginf=0.0)
+    lowest: F32 = found.reshape(len(found), -1).min(axis=1)
+    return lowest
 
 
 def agreement(pairs: list[tuple[F32, F32]]) -> Agreement:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,11 +28,11 @@ def load_states(
     try:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         import torch
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
+        import transformers
     except ImportError as e:
         raise Unknown(f"{e.name} is needed here: pip install 'hstransport[doctor]'") from None
-    logging.disable_progress_bar()
+    library: Any = transformers  # much of it has no types
+    library.logging.disable_progress_bar()
     needed, free = _needed_bytes(checkpoint), _available_bytes()
     if needed > free:
         raise Unknown(
@@ -40,7 +41,7 @@ def load_states(
             "served by the same SGLang"
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model = library.AutoModelForCausalLM.from_pretrained(
             checkpoint.folder, dtype=torch.float32, trust_remote_code=trust_remote_code
         )
     except Exception as e:  # transformers raises many types for what it cannot load

@@ -52,13 +52,16 @@ def diagnose(server: Server, options: Options) -> Iterator[Finding]:
     yield check_versions(place, model, server.version())
     prefix = new_prefix()
     with ExitStack() as stack:
-        directory = options.shards
+        directory, own = options.shards, None
         if directory is None:
-            directory = stack.enter_context(OwnConsumer(place, prefix)).directory
+            own = stack.enter_context(OwnConsumer(place, prefix))
+            directory = own.directory
         probes = send(server, prefix, place.info.vocab_size)
         samples = wait_for(directory, (p.id for p in probes), options.settle_timeout_s)
+        if own is not None:
+            own.raise_error()
         yield check_ring(place, find_place(options.root, place.session, model))
-        yield check_arrival(place, probes, samples, options)
+        yield check_arrival(place, probes, samples, options, own.foreign if own else 0)
         if len(samples) == sum(1 for _ in probes):
             yield from _judge(place, probes, samples, options, model)
 
@@ -114,12 +117,21 @@ def check_ring(before: Place, after: Place) -> Finding:
 
 
 def check_arrival(
-    place: Place, probes: Probes, samples: Mapping[str, Sample], options: Options
+    place: Place,
+    probes: Probes,
+    samples: Mapping[str, Sample],
+    options: Options,
+    foreign: int,
 ) -> Finding:
-    """What was asked for has come through the ring, the consumer and the shards."""
+    """What was asked for has come through the ring, the consumer and the shards.
+
+    ``foreign``: records of others that doctor's own consumer came upon.
+    """
     sent = sum(1 for _ in probes)
     by = "doctor's own consumer" if options.shards is None else f"the consumer of {options.shards}"
     words = f"{len(samples)} of {sent} samples were stored by {by}"
+    if foreign:
+        words += f" ({foreign} records of others stay in the ring, and doctor's with them)"
     if len(samples) == sent:
         return Finding("consumer", OK, words)
     todo = "see the server's log for 'hstransport': capture ends when a call fails or when weights "
@@ -146,13 +158,13 @@ def _judge(
     layers = place.info.layer_names
     states = {probe.id: samples[probe.id].hidden_states for probe in probes.whole}
     yield check_values(layers, states)
-    yield check_batch(probes, samples, states)
+    checkpoint, why = _find_checkpoint(options.reference or model)
+    mixture = None if checkpoint is None else checkpoint.mixture
+    yield check_batch(probes, samples, states, mixture)
     yield check_prefix(probes, samples, states)
-    try:
-        checkpoint = Checkpoint.find(options.reference or model)
-    except Unknown as e:
+    if checkpoint is None:
         for name in ("layers", "lm_head", "norm"):
-            yield Finding(name, SKIPPED, str(e))
+            yield Finding(name, SKIPPED, why)
         return
     yield from _check_layers(layers, probes, samples, states, checkpoint, options)
     if "final" not in layers:
@@ -162,6 +174,14 @@ def _judge(
     final = {i: floats(bits[:, layers.index("final")]) for i, bits in states.items()}
     yield truth.check_lm_head(probes.whole, final, checkpoint)
     yield truth.check_norm(final, checkpoint)
+
+
+def _find_checkpoint(model: str) -> tuple[Checkpoint | None, str]:
+    """The checkpoint, or why there is none to read."""
+    try:
+        return Checkpoint.find(model), ""
+    except Unknown as e:
+        return None, str(e)
 
 
 def _check_layers(
@@ -200,7 +220,7 @@ def _check_layers(
     known = truth.candidates(reference, _norm(checkpoint))
     for i, layer in enumerate(layers):
         mine = [floats(np.ascontiguousarray(states[p.id][:, i])) for p in probes.alone]
-        yield truth.check_layer(layer, mine, known, checkpoint.config)
+        yield truth.check_layer(layer, mine, known, checkpoint.mixture)
 
 
 def _norm(checkpoint: Checkpoint) -> F32 | None:

@@ -59,8 +59,7 @@ class OwnConsumer:
         self._place = place
         self._prefix = prefix
         self.directory = Path(tempfile.mkdtemp(prefix="hstransport-doctor-"))
-        self.foreign = 0
-        """Records that were passed over."""
+        self._followed: list[_Followed] = []
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="hstransport-doctor", daemon=True)
@@ -69,10 +68,9 @@ class OwnConsumer:
         """Raises RingBusyError when another consumer was quicker."""
         from hstransport_consumer.stream import RingStream
 
-        self._streams: list[RingStream] = []
         try:
             for ring in self._place.live:
-                self._streams.append(RingStream(ring.place))
+                self._followed.append(_Followed(RingStream(ring.place), self._prefix))
         except BaseException:
             self._close()
             raise
@@ -88,12 +86,23 @@ class OwnConsumer:
         self._stop.set()
         self._thread.join()
         self._close()
-        if self._error is not None and error is None:
-            raise self._error
+        if error is None:
+            self.raise_error()
+
+    @property
+    def foreign(self) -> int:
+        """Records of others, which stay in the ring."""
+        return sum(ring.foreign for ring in self._followed)
+
+    def raise_error(self) -> None:
+        """Raise what went wrong on the thread, if anything did."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _close(self) -> None:
-        for stream in self._streams:
-            stream.close()
+        for ring in self._followed:
+            ring.stream.close()
         shutil.rmtree(self.directory)
 
     def _work(self) -> None:
@@ -101,14 +110,12 @@ class OwnConsumer:
 
         try:
             with DatasetWriter(self.directory) as writer:
-                followed = [_Followed(stream, self._prefix) for stream in self._streams]
-                for ring in followed:
+                for ring in self._followed:
                     writer.begin_run(ring.stream.info)
                 while not self._stop.wait(_LOOK_EVERY_S):
-                    for ring in followed:
+                    for ring in self._followed:
                         ring.store(writer)
-                self.foreign = sum(ring.foreign for ring in followed)
-                for ring in followed:
+                for ring in self._followed:
                     ring.free_own()
         except BaseException as e:
             self._error = e

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -13,14 +12,13 @@ from .finding import FAIL, OK, SKIPPED, WARN, Finding
 from .probe import Probe
 
 LayerName = int | str
-BEFORE_NORM = "before the final norm"
+BEFORE_NORM = "the last layer, before the final norm"
 
 _LOGPROB_TOLERANCE = 0.5
 """Logits are computed in bf16 by the server: those near 32 are off by up to 0.125 each."""
 _RMS_TOLERANCE = 0.02
 _LOST = 0.9
 """Cosine below which a token of a dense model is not that token's state."""
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
 def candidates(reference: Sequence[F32], norm: F32 | None) -> dict[LayerName, list[F32]]:
@@ -41,9 +39,12 @@ def check_layer(
     layer: LayerName,
     mine: Sequence[F32],
     known: Mapping[LayerName, Sequence[F32]],
-    config: Mapping[str, Any],
+    mixture: bool,
 ) -> Finding:
-    """One captured layer (``[tokens, hidden]`` of each sequence) against all of transformers'."""
+    """One captured layer (``[tokens, hidden]`` of each sequence) against all of transformers'.
+
+    ``mixture``: whether the model is a mixture of experts.
+    """
     name = _label(layer)
     alike = {k: agreement(list(zip(mine, theirs, strict=True))) for k, theirs in known.items()}
     here = alike[layer]
@@ -57,7 +58,6 @@ def check_layer(
             f"holds the states of {_label(nearest)} ({best}) and not its own ({here}): "
             + _shift_advice(layer, nearest),
         )
-    mixture = any(config.get(key) for key in _EXPERTS)
     if here.same or (mixture and here.mostly):
         return Finding(name, OK, f"is transformers': {here}")
     if here.median >= ROUGHLY and (mixture or here.lowest >= _LOST):
@@ -67,12 +67,12 @@ def check_layer(
             f"is nearest to transformers', but not the same: {here}. Expected if the server runs "
             "quantised weights or cache; otherwise see that --reference is what it serves",
         )
+    other = "" if nearest == layer else f"; nearest is {_label(nearest)} ({best})"
     return Finding(
         name,
         FAIL,
-        f"is not transformers': {here}; nearest is {_label(nearest)} ({best}). See that "
-        "--reference is the checkpoint that is served; if so, do not train on these samples, and "
-        "report it",
+        f"is not transformers': {here}{other}. See that --reference is the checkpoint that is "
+        "served; if so, do not train on these samples, and report it",
     )
 
 
@@ -120,6 +120,13 @@ def check_lm_head(
             FAIL,
             f"{seen}, and all once the final norm is applied: final was taken BEFORE the norm; a "
             "drafter trained on it is useless: do not use these samples, and report it",
+        )
+    if explained > len(tokens) / 2:
+        return Finding(
+            "lm_head",
+            FAIL,
+            f"{seen}: the other rows are not their own tokens' final states; do not train on this "
+            "server's samples, and report it",
         )
     return Finding(
         "lm_head",
