@@ -13,7 +13,7 @@ from rig.stub import StubServer
 from hstransport import __version__
 from hstransport.cli import _parser, main
 
-COMMANDS = ["extract", "inspect", "verify", "estimate"]
+COMMANDS = ["extract", "inspect", "verify", "doctor", "estimate"]
 
 
 def hstransport(capsys, *args):

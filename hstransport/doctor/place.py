@@ -45,8 +45,9 @@ def find_place(root: Path, session: str | None, model: str) -> Place:
         which = f"session {session!r}" if session else "any session"
         raise ConfigError(
             f"no live server has a ring of {which} under {root}: start it with HSTRANSPORT=1, or "
-            "name its HSTRANSPORT_DIR with --dir and its HSTRANSPORT_SESSION with --session; "
-            "doctor runs on the server's host, as its user"
+            "name its HSTRANSPORT_DIR with --dir and its HSTRANSPORT_SESSION with --session; if it "
+            "had one, capture has ended (its log says why: look for hstransport); doctor runs on "
+            "the server's host, as its user"
         )
     if len(places) > 1:
         places = [place for place in places if place.info.model == model] or places

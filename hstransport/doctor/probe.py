@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +28,6 @@ class Probe:
 
     id: str
     """The sample's id."""
-    rid: str
     prompt: TokenIds
     output: TokenIds
     """Generated token ids, the most probable ones."""
@@ -45,13 +44,16 @@ class Probes:
     alone: list[Probe]
     """Sent one after another."""
     batch: list[Probe]
-    """The same prompts, each twice, sent at once: ``batch[i]`` has the tokens of ``twin(i)``."""
+    """The same prompts, each twice, in one call: ``batch[i]`` has the tokens of ``twin(i)``."""
     first: Probe
     again: Probe
     """The same tokens as ``first``, when the prefix cache holds them."""
 
     def twin(self, i: int) -> Probe:
         return self.alone[i % len(self.alone)]
+
+    def __len__(self) -> int:
+        return len(self.alone) + len(self.batch) + 2
 
     def __iter__(self) -> Iterator[Probe]:
         return iter([*self.alone, *self.batch, self.first, self.again])
@@ -70,16 +72,18 @@ def new_prefix() -> str:
 def send(server: Server, prefix: str, vocab_size: int) -> Probes:
     """Send all requests and wait for the answers. Raises ServerError."""
     prompts = _prompts(vocab_size)
+    prefix_key = f"{prefix}prefix"
+    alone = [_Question(f"{prefix}alone-{i}", tokens) for i, tokens in enumerate(prompts)]
+    batch = [_Question(f"{prefix}batch-{i}", tokens) for i, tokens in enumerate(prompts * 2)]
+    first, again = (_Question(f"{prefix}prefix-{i}", prompts[2], prefix_key) for i in range(2))
 
-    def ask(name: str, tokens: TokenIds, key: str | None = None) -> Probe:
-        return _ask(server, f"{prefix}{name}", tokens, key)
+    def ask(question: _Question) -> Probe:
+        return question.answered(server.generate(question.body))
 
-    alone = [ask(f"alone-{i}", tokens) for i, tokens in enumerate(prompts)]
-    twice = [*prompts, *prompts]
-    with ThreadPoolExecutor(len(twice)) as pool:
-        batch = list(pool.map(ask, (f"batch-{i}" for i in range(len(twice))), twice))
-    first, again = (ask(name, prompts[2], f"{prefix}prefix") for name in ("prefix-0", "prefix-1"))
-    return Probes(alone, batch, first, again)
+    alone_probes = [ask(question) for question in alone]
+    answers = server.generate_at_once([question.body for question in batch])
+    batch_probes = [q.answered(a) for q, a in zip(batch, answers, strict=True)]
+    return Probes(alone_probes, batch_probes, ask(first), ask(again))
 
 
 def _prompts(vocab_size: int) -> list[TokenIds]:
@@ -92,25 +96,32 @@ def _prompts(vocab_size: int) -> list[TokenIds]:
     return [rng.integers(low, high, n).astype(np.int32) for n in _LENGTHS]
 
 
-def _ask(server: Server, sample_id: str, tokens: TokenIds, key: str | None) -> Probe:
-    rid = f"{sample_id}-{secrets.token_hex(4)}"
-    mask = (len(tokens) + NEW_TOKENS,)
-    body = payload(Prompt(0, sample_id, tokens, None, {LABEL: True}, mask), rid, NEW_TOKENS)
-    body["sampling_params"]["ignore_eos"] = True
-    body["return_logprob"] = True
-    if key is not None:
-        body["extra_key"] = key
-    answer = server.generate(body)
-    meta = answer.get("meta_info") or {}
-    return Probe(
-        sample_id,
-        rid,
-        tokens,
-        np.array(answer.get("output_ids") or [], np.int32),
-        _logprobs(meta.get("output_token_logprobs")),
-        int(meta.get("prompt_tokens") or 0),
-        int(meta.get("cached_tokens") or 0),
-    )
+class _Question:
+    """A request that is to be sent; ``key``: its prefix cache's, its own by default."""
+
+    def __init__(self, sample_id: str, tokens: TokenIds, key: str | None = None) -> None:
+        self._id = sample_id
+        self._tokens = tokens
+        self._rid = f"{sample_id}-rid"
+        mask = (len(tokens) + NEW_TOKENS,)
+        prompt = Prompt(0, sample_id, tokens, None, {LABEL: True}, mask)
+        self.body = payload(prompt, self._rid, NEW_TOKENS)
+        """Of POST /generate."""
+        self.body["sampling_params"]["ignore_eos"] = True
+        self.body["return_logprob"] = True
+        if key is not None:
+            self.body["extra_key"] = key
+
+    def answered(self, answer: dict[str, Any]) -> Probe:
+        meta = answer.get("meta_info") or {}
+        return Probe(
+            self._id,
+            self._tokens,
+            np.array(answer.get("output_ids") or [], np.int32),
+            _logprobs(meta.get("output_token_logprobs")),
+            int(meta.get("prompt_tokens") or 0),
+            int(meta.get("cached_tokens") or 0),
+        )
 
 
 def _logprobs(entries: Sequence[Sequence[object]] | None) -> tuple[float, ...]:

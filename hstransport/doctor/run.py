@@ -62,7 +62,7 @@ def diagnose(server: Server, options: Options) -> Iterator[Finding]:
             own.raise_error()
         yield check_ring(place, find_place(options.root, place.session, model))
         yield check_arrival(place, probes, samples, options, own.foreign if own else 0)
-        if len(samples) == sum(1 for _ in probes):
+        if len(samples) == len(probes):
             yield from _judge(place, probes, samples, options, model)
 
 
@@ -127,7 +127,7 @@ def check_arrival(
 
     ``foreign``: records of others that doctor's own consumer came upon.
     """
-    sent = sum(1 for _ in probes)
+    sent = len(probes)
     by = "doctor's own consumer" if options.shards is None else f"the consumer of {options.shards}"
     words = f"{len(samples)} of {sent} samples were stored by {by}"
     if foreign:
@@ -201,21 +201,21 @@ def _check_layers(
             "transformers loads in float32 on the CPU",
         )
         return
+    info = samples[probes.alone[0].id].run
+    shape = checkpoint.config.get("num_hidden_layers"), checkpoint.config.get("hidden_size")
+    if shape != (info.num_layers, info.hidden):
+        yield Finding(
+            "layers",
+            FAIL,
+            f"{checkpoint.folder} has {shape[0]} layers of {shape[1]}, the server "
+            f"{info.num_layers} of {info.hidden}: name the checkpoint that is served",
+        )
+        return
     try:
         sequences = [samples[probe.id].token_ids for probe in probes.alone]
         reference = load_states(checkpoint, sequences, trust_remote_code=options.trust_remote_code)
     except Unknown as e:
         yield Finding("layers", SKIPPED, str(e))
-        return
-    theirs = reference[0].shape
-    info = samples[probes.alone[0].id].run
-    if theirs[0] != info.num_layers + 1 or theirs[2] != info.hidden:
-        yield Finding(
-            "layers",
-            FAIL,
-            f"{checkpoint.folder} has {theirs[0] - 1} layers of {theirs[2]}, the server "
-            f"{info.num_layers} of {info.hidden}: name the checkpoint that is served",
-        )
         return
     known = truth.candidates(reference, _norm(checkpoint))
     for i, layer in enumerate(layers):

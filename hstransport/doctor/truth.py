@@ -16,6 +16,8 @@ BEFORE_NORM = "the last layer, before the final norm"
 
 _LOGPROB_TOLERANCE = 0.5
 """Logits are computed in bf16 by the server: those near 32 are off by up to 0.125 each."""
+_SURE = -0.1
+"""States of any scale give such a logprob: most are before the norm many times larger."""
 _RMS_TOLERANCE = 0.02
 _LOST = 0.9
 """Cosine below which a token of a dense model is not that token's state."""
@@ -92,9 +94,14 @@ def check_lm_head(
 
     ``final``: ``[tokens, hidden]`` by sample id.
     """
+    if not any(len(probe.output) for probe in probes):
+        return Finding("lm_head", SKIPPED, "the server's answers have no output_ids")
     states, tokens, logprobs = _predicting(probes, final)
     try:
         off = _off(checkpoint.logits(states), tokens, logprobs)
+        if not min(logprobs) < _SURE:
+            sure = f"the server is sure of all {len(tokens)} tokens, or gives no logprobs: that "
+            return Finding("lm_head", SKIPPED, f"{sure}tells nothing of the states' scale")
         if (off <= _LOGPROB_TOLERANCE).all():
             return Finding(
                 "lm_head",
@@ -149,13 +156,12 @@ def check_norm(final: Mapping[str, F32], checkpoint: Checkpoint) -> Finding:
             "norm", FAIL, f"{words}{states.shape[1]}: it is not the model that is served"
         )
     by_weight = [np.sqrt(((states / w) ** 2).mean(1)) for w in weights]
-    rms = min(by_weight, key=lambda r: abs(float(np.median(r)) - 1))
-    seen = (
-        f"rms of final / norm.weight is {rms.mean():.3f} +- {rms.std():.3f} over {len(rms)} tokens"
-    )
+    rms = min(by_weight, key=lambda r: abs(float(np.nanmedian(r)) - 1))
+    mean, deviation = np.nanmean(rms), np.nanstd(rms)
+    seen = f"rms of final / norm.weight is {mean:.3f} +- {deviation:.3f} over {len(rms)} tokens"
     if (np.abs(rms - 1) <= _RMS_TOLERANCE).all():
         return Finding("norm", OK, f"{seen}: after the final norm")
-    if abs(float(np.median(rms)) - 1) <= _RMS_TOLERANCE:
+    if abs(float(np.nanmedian(rms)) - 1) <= _RMS_TOLERANCE:
         wrong = int((~(np.abs(rms - 1) <= _RMS_TOLERANCE)).sum())
         return Finding(
             "norm", FAIL, f"{seen}; {wrong} tokens are not 1: their rows are not final states"

@@ -26,7 +26,7 @@ class _Faults:
     def __init__(self, path):
         self._path = path
         self._residuals = []  # after attention and after the whole of each layer, in turn
-        self._counts = []
+        self._counts = []  # rows of each request of a prefill that is under way
 
     def saw(self, module, inputs, output):
         """Keep the residual stream that each norm adds up: the second one of layer k is state k."""
@@ -45,6 +45,7 @@ class _Faults:
 
         def spoilt(this, states, stream=None):
             final, layers = self._spoil(states[0].clone(), [x.clone() for x in states[1]], this)
+            self._counts = []
             return planes(this, (final, layers), stream)
 
         tap.plan, tap.planes = noting, spoilt
@@ -65,6 +66,8 @@ class _Faults:
                 x[:n], x[a : a + n] = x[a : a + n].clone(), x[:n].clone()
         elif fault == "zeros":
             layers[0][2:5] = 0
+        elif fault == "end":
+            raise RuntimeError("capture is to end")
         elif fault == "noise":
             layers[1] += layers[1].std() * layers[1].new_empty(layers[1].shape).normal_()
         return final, layers
