@@ -135,7 +135,9 @@ def test_without_a_reference_the_servers_own_checkpoint_tells_the_norm(llama, do
 
 def test_capture_that_has_ended_is_said(llama, servers, doctor, fault):
     fault.write_text("end")
-    ask(llama, "ends-it", [5, 6, 7])
+    status, findings = doctor(llama, "--settle-timeout", "3")
+    assert status == 1
+    assert "gone since doctor began" in findings["ring"]["text"]
     status, said = doctor(llama)
     servers.stop()  # nobody else has a use for it
     assert status == 2

@@ -60,7 +60,11 @@ def diagnose(server: Server, options: Options) -> Iterator[Finding]:
         samples = wait_for(directory, (p.id for p in probes), options.settle_timeout_s)
         if own is not None:
             own.raise_error()
-        yield check_ring(place, find_place(options.root, place.session, model))
+        try:
+            yield check_ring(place, find_place(options.root, place.session, model))
+        except ConfigError as e:
+            yield Finding("ring", FAIL, f"it is gone since doctor began: {e}")
+            return
         yield check_arrival(place, probes, samples, options, own.foreign if own else 0)
         if len(samples) == len(probes):
             yield from _judge(place, probes, samples, options, model)

@@ -44,17 +44,19 @@ class _Faults:
             return plan(this, batch, step, *args)
 
         def spoilt(this, states, stream=None):
-            final, layers = self._spoil(states[0].clone(), [x.clone() for x in states[1]], this)
+            fault = self._path.read_text().strip()
+            if fault:
+                final, layers = states[0].clone(), [x.clone() for x in states[1]]
+                states = self._spoil(fault, final, layers, this)
             self._counts = []
-            return planes(this, (final, layers), stream)
+            return planes(this, states, stream)
 
         tap.plan, tap.planes = noting, spoilt
 
     def _state(self, k):
         return self._residuals[2 * k - 1]
 
-    def _spoil(self, final, layers, tap):
-        fault = self._path.read_text().strip()
+    def _spoil(self, fault, final, layers, tap):
         if fault == "layers one too high":
             layers = [self._state(k + 1) for k in tap._info.layers]
         elif fault == "before the norm":
