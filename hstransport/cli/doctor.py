@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_float,
         default=30.0,
         metavar="SECONDS",
-        help="wait for the consumer until nothing came for this long (default: 30)",
+        help="wait for the consumer until no sample came for this long (default: 30)",
     )
     add(
         "--timeout",

@@ -31,7 +31,7 @@ _LOOK_EVERY_S = 0.05
 def wait_for(directory: Path, ids: Iterable[str], settle_timeout_s: float) -> dict[str, Sample]:
     """The samples of ``ids``, by id, whole or not.
 
-    Waits until all are there, or nothing has come for ``settle_timeout_s``. Raises what
+    Waits until all are there, or none of them has come for ``settle_timeout_s``. Raises what
     open_shards raises.
     """
     stored = Stored(directory)
@@ -40,9 +40,11 @@ def wait_for(directory: Path, ids: Iterable[str], settle_timeout_s: float) -> di
     moved = time.monotonic()
     while left and time.monotonic() - moved < settle_timeout_s:
         if stored.look():
-            moved = time.monotonic()
-            found |= {i: sample for i in left if (sample := stored.sample(i)) is not None}
-            left -= found.keys()
+            come = {i: sample for i in left if (sample := stored.sample(i)) is not None}
+            if come:
+                moved = time.monotonic()
+            found |= come
+            left -= come.keys()
         time.sleep(0.05)
     return found
 
