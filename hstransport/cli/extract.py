@@ -166,7 +166,7 @@ def _server(arguments: argparse.Namespace) -> tuple[Server, ModelInfo]:
             what = "what follows --" if name == "engine" else f"--{name}"
             raise ConfigError(f"{what} needs --model: it is for the server or the consumer to set")
     server = Server(
-        arguments.server, timeout_s=arguments.timeout, api_key=_api_key(arguments.api_key_env)
+        arguments.server, timeout_s=arguments.timeout, api_key=api_key(arguments.api_key_env)
     )
     try:
         return server, server.model_info()
@@ -198,7 +198,8 @@ def _engine(arguments: argparse.Namespace, progress: Progress) -> tuple[LocalEng
     return engine, ModelInfo(arguments.model, arguments.model)
 
 
-def _api_key(name: str | None) -> str | None:
+def api_key(name: str | None) -> str | None:
+    """The key in the environment variable ``name``; ConfigError if there is none."""
     if name is None:
         return None
     key = os.environ.get(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -71,9 +72,36 @@ class Server:
         model = info["model_path"]
         return ModelInfo(model, info.get("tokenizer_path") or model)
 
+    def version(self) -> str | None:
+        """The server's SGLang release, None when it does not say. Raises Unreachable."""
+        for path in ("/server_info", "/get_server_info"):
+            try:
+                info = self._call("GET", path, None, _PROBE_TIMEOUT_S)
+            except Refused:
+                continue
+            version = info.get("version") if isinstance(info, dict) else None
+            return version if isinstance(version, str) else None
+        return None
+
     def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
         """POST /generate for one prompt; raises Unreachable or Refused."""
-        answer = self._call("POST", "/generate", json.dumps(payload).encode(), self._timeout_s)
+        return self._answered(self._generate(payload))
+
+    def generate_at_once(self, payloads: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """One POST /generate for several prompts, which the server may compute in one batch.
+
+        All ``payloads`` have the same keys. Raises as :meth:`generate`.
+        """
+        answers = self._generate({key: [p[key] for p in payloads] for key in payloads[0]})
+        if not isinstance(answers, list) or len(answers) != len(payloads):
+            raise Refused(f"{self.url}/generate gave no list of {len(payloads)} answers")
+        return [self._answered(answer) for answer in answers]
+
+    def _generate(self, body: dict[str, Any]) -> Any:
+        return self._call("POST", "/generate", json.dumps(body).encode(), self._timeout_s)
+
+    def _answered(self, answer: Any) -> dict[str, Any]:
+        """The answer to one prompt, if it is one."""
         if not isinstance(answer, dict):
             raise Refused(f"{self.url}/generate answered with a {type(answer).__name__}")
         return checked(answer)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..errors import TornShardError
 
 if TYPE_CHECKING:
-    from hstransport_consumer.reader import ShardDataset
+    from hstransport_consumer.reader import Sample, ShardDataset
 
 WHOLE, PREFIX_MISSING = "whole", "prefix_missing"
 _COST_SHARE = 20
@@ -57,13 +57,19 @@ class Stored:
         self._next_look = time.monotonic() + max(0.1, _COST_SHARE * cost)
         return True
 
-    def find(self, sample_id: str) -> Found | None:
+    def sample(self, sample_id: str) -> Sample | None:
         """The sample of this id, as of the last look: a whole one, or else the last."""
         if self._dataset is None:
             return None
         try:
-            sample = self._dataset[sample_id]
+            return self._dataset[sample_id]
         except KeyError:
+            return None
+
+    def find(self, sample_id: str) -> Found | None:
+        """What :meth:`sample` is."""
+        sample = self.sample(sample_id)
+        if sample is None:
             return None
         if sample.state == WHOLE:
             return Found(WHOLE, "", "")
