@@ -46,6 +46,7 @@ class Settings:
     """None: as much as the largest forward pass needs."""
     policy: str = "block"
     block_s: float = 1.0
+    on_dead_hook: str = "stop"
 
 
 ENVIRONMENT: dict[str, str] = {
@@ -64,6 +65,9 @@ ENVIRONMENT: dict[str, str] = {
     "HSTRANSPORT_POLICY": "when the ring is full: block (wait up to HSTRANSPORT_BLOCK_S, then "
     "drop) or drop (default: block)",
     "HSTRANSPORT_BLOCK_S": "seconds that block may wait before it drops (default: 1.0)",
+    "HSTRANSPORT_ON_DEAD_HOOK": "when SGLang lacks what the plugin hooks, does not apply a hook "
+    "or the first forward pass does not come through it: stop the server, or serve without capture "
+    "(default: stop)",
 }
 """Every variable that hstransport reads on the server's side."""
 
@@ -94,6 +98,7 @@ def from_environment(environ: Mapping[str, str]) -> Settings | None:
         stage_bytes=_stage_bytes(environ.get("HSTRANSPORT_STAGE_BYTES", "")),
         policy=_choice(environ, "HSTRANSPORT_POLICY", "block", "drop"),
         block_s=_seconds(environ.get("HSTRANSPORT_BLOCK_S", "1.0")),
+        on_dead_hook=_choice(environ, "HSTRANSPORT_ON_DEAD_HOOK", "stop", "serve"),
     )
 
 

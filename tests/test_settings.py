@@ -86,6 +86,7 @@ def test_sizes_are_binary(text, size):
 
 
 def test_every_variable_is_documented_with_its_default_or_values():
-    page = (Path(__file__).parent.parent / "README.md").read_text()
+    root = Path(__file__).parent.parent
+    pages = "".join((root / page).read_text() for page in ("README.md", "docs/operations.md"))
     for name in ENVIRONMENT:
-        assert name in page, f"{name} is missing from README.md"
+        assert name in pages, f"{name} is missing from README.md and docs/operations.md"
