@@ -49,18 +49,18 @@ class Patch:
     def apply(self, source: bytes) -> bytes:
         """The file with the lines in it. Raises PatchError saying what is not as expected."""
         self._expect(digest(source), source)
-        line = f"{self.anchor}\n".encode()
-        before, *after = source.split(line)
-        # The newline keeps the end of a longer line from counting as one.
-        if len(after) != 1 or not before.endswith(b"\n"):
-            raise self._error(f"{self.anchor.strip()!r} stands there {len(after)} times, not once")
-        found = _functions_at(source, before.count(b"\n") + 1)
+        lines = source.splitlines(keepends=True)
+        anchor = f"{self.anchor}\n".encode()
+        at = [number for number, line in enumerate(lines) if line == anchor]
+        if len(at) != 1:
+            raise self._error(f"{self.anchor.strip()!r} stands there {len(at)} times, not once")
+        found = _functions_at(source, at[0] + 1)
         if found != [self.function]:
             raise self._error(
                 f"{self.anchor.strip()!r} stands in {'.'.join(found) or 'no function'}, expected "
                 f"was {self.function}"
             )
-        patched = before + self.block + line + after[0]
+        patched = b"".join([*lines[: at[0]], self.block, *lines[at[0] :]])
         compile(patched, self.file, "exec")
         return patched
 

@@ -703,7 +703,7 @@ def _tp_rank() -> int:
 
 
 def _dp_rank(init: Any, scheduler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """An argument of Scheduler.__init__; from 0.5.23 on it stands in the runtime context."""
+    """An argument of Scheduler.__init__; from 0.5.21 on it stands in the runtime context."""
     given = inspect.signature(init).bind(scheduler, *args, **kwargs).arguments
     if "dp_rank" in given:
         return int(given["dp_rank"] or 0)
