@@ -30,9 +30,8 @@ def test_a_dead_hook_stops_the_server_with_its_name(model_dir, ring_dir, when, t
     server = serve(model_dir, ring_dir, when, target)
     with pytest.raises(ServerDied):
         server.start()
-    (line,) = [
-        line for line in server.log_text().splitlines() if "hstransport.errors.CaptureError" in line
-    ]
+    lines = server.log_text().splitlines()
+    (line,) = [text for text in lines if "CaptureError: " in text and "ON_DEAD_HOOK" in text]
     assert told in line
     assert target in line
     assert "HSTRANSPORT_ON_DEAD_HOOK=serve" in line
