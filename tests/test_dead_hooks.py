@@ -11,6 +11,7 @@ from hstransport.sglang_plugin import wanted_hooks
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor"
+SAMPLING = {"max_new_tokens": 8, "ignore_eos": True}
 DEAD = [
     pytest.param("apply", f"{SCHEDULER}.run_batch", "did not apply", id="not-applied"),
     pytest.param("later", f"{LOGITS}.forward", "did not come through", id="no-states"),
@@ -42,7 +43,7 @@ def test_a_dead_hook_stops_the_server_with_its_name(model_dir, ring_dir, when, t
 def test_a_server_that_may_serve_without_it_says_so_once(model_dir, ring_dir, when, target, told):
     with serve(model_dir, ring_dir, when, target, HSTRANSPORT_ON_DEAD_HOOK="serve") as server:
         for _ in range(3):
-            answer = server.generate(input_ids=[1, 2, 3], sampling_params={"max_new_tokens": 8})
+            answer = server.generate(input_ids=[1, 2, 3], sampling_params=SAMPLING)
             assert len(answer["output_ids"]) == 8
         lines = [line for line in server.log_text().splitlines() if "NOTHING WILL BE" in line]
         assert len(lines) == 1, server.log_text()

@@ -35,6 +35,7 @@ def test_every_setting_is_taken():
             "HSTRANSPORT_RING_BYTES": "1.5MiB",
             "HSTRANSPORT_POLICY": "drop",
             "HSTRANSPORT_BLOCK_S": "0.25",
+            "HSTRANSPORT_ON_DEAD_HOOK": "serve",
         }
     )
     assert settings.session == "kimi.2"
@@ -45,6 +46,7 @@ def test_every_setting_is_taken():
     assert settings.requests == "tagged"
     assert settings.ring_bytes == 1572864
     assert (settings.policy, settings.block_s) == ("drop", 0.25)
+    assert settings.on_dead_hook == "serve"
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,7 @@ def test_every_setting_is_taken():
         ("HSTRANSPORT_POLICY", "wait", "block and drop"),
         ("HSTRANSPORT_BLOCK_S", "-1", "0 to 3600"),
         ("HSTRANSPORT_BLOCK_S", "nan", "0 to 3600"),
+        ("HSTRANSPORT_ON_DEAD_HOOK", "go on", "stop and serve"),
         ("HSTRANSPORT_LAYER", "2", "not a setting"),
     ],
 )
