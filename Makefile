@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 CXX_FILES = $(wildcard csrc/*.cpp csrc/*.h csrc/tests/*.cpp csrc/*.cu csrc/*.cuh)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-gpu check lint format clean
+.PHONY: help setup demo test test-fast test-gpu test-releases check lint format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -27,6 +27,9 @@ test-fast: setup ## the tests that start no server
 
 test-gpu: setup ## the tests that need an NVIDIA GPU; they skip with the reason where there is none
 	@$(PY) -m pytest -m gpu $(ARGS)
+
+test-releases: setup ## check every SGLang release that pip offers (downloads their sources)
+	@SGLANG_RELEASES=all $(PY) -m pytest tests/test_releases.py $(ARGS)
 
 lint: setup ## formatting, ruff, mypy, clang-format
 	$(PY) -m ruff format --check .

@@ -17,6 +17,10 @@ class CaptureError(HsTransportError):
     """This model, layer or serving mode cannot be captured exactly."""
 
 
+class PatchError(HsTransportError):
+    """An installed SGLang cannot be patched, or its patch taken out again."""
+
+
 class CudaError(HsTransportError):
     """A call of the CUDA driver failed, or there is no driver; the message names both."""
 

@@ -95,6 +95,7 @@ class Settings:
     """None: as much as the largest forward pass needs."""
     policy: str = "block"
     block_s: float = 1.0
+    on_dead_hook: str = "stop"
 
 
 ENVIRONMENT: dict[str, str] = {
@@ -117,6 +118,9 @@ ENVIRONMENT: dict[str, str] = {
     "HSTRANSPORT_POLICY": "when the ring is full: block (wait up to HSTRANSPORT_BLOCK_S, then "
     "drop) or drop (default: block)",
     "HSTRANSPORT_BLOCK_S": "seconds that block may wait before it drops (default: 1.0)",
+    "HSTRANSPORT_ON_DEAD_HOOK": "when SGLang lacks what the plugin hooks, does not apply a hook "
+    "or the first forward pass does not come through it: stop the server, or serve without capture "
+    "(default: stop)",
 }
 """Every variable that hstransport reads on the server's side."""
 
@@ -148,6 +152,7 @@ def from_environment(environ: Mapping[str, str]) -> Settings | None:
         stage_bytes=_optional_size(environ, "HSTRANSPORT_STAGE_BYTES"),
         policy=_choice(environ, "HSTRANSPORT_POLICY", "block", "drop"),
         block_s=_seconds(environ.get("HSTRANSPORT_BLOCK_S", "1.0")),
+        on_dead_hook=_choice(environ, "HSTRANSPORT_ON_DEAD_HOOK", "stop", "serve"),
     )
 
 

@@ -1,9 +1,10 @@
 """The plugin: the one file that names SGLang's internals.
 
 ``register`` is found through the entry-point group ``sglang.srt.plugins`` in every process of
-SGLang (0.5.11 and later) and does nothing unless HSTRANSPORT=1. Each hook stands beside a comment
-that says why there. Whatever goes wrong here after the server has started is logged, ends capture
-and lets serving go on.
+SGLang (0.5.11 and later; see ``patched`` for earlier ones) and does nothing unless HSTRANSPORT=1.
+Each hook stands beside a comment that says why there. Whatever goes wrong here after the server has
+started is logged, ends capture and lets serving go on, except that a hook that proves dead in the
+first forward pass stops the server (HSTRANSPORT_ON_DEAD_HOOK).
 """
 
 from __future__ import annotations
@@ -44,9 +45,19 @@ logger = logging.getLogger(__name__)
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+# Up to 0.5.12 the scheduler itself updates weights.
+_WEIGHTS = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager",
+    _SCHEDULER,
+)
 _SOURCES = ("disk", "distributed", "tensor", "ipc")
 _LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor"
+# Hooks that every first forward pass comes through.
+_RUN_BATCH = f"{_SCHEDULER}.run_batch"
+_FORWARD = f"{_RUNNER}.forward"
+_LOGITS_FORWARD = f"{_LOGITS}.forward"
+_RESULT = f"{_SCHEDULER}.process_batch_result"
+_PASS_CALLS = 12  # of these hooks: more than three passes make, and a result is one pass late
 _PROGRESS_EVERY_S = 5.0
 _IMAGES = "the request has multimodal_inputs"
 _LOOK_EVERY = 32  # results
@@ -75,24 +86,37 @@ _REFUSED = (
 
 def register() -> None:
     """Entry point. Bad settings and an SGLang that lacks a hooked name stop the server at once."""
-    try:
-        settings = from_environment(os.environ)
-        if settings is None:
-            return
-        hooks = _hooks(Plugin(settings))
-        for target in hooks:
-            _resolve(target)
-    except HsTransportError as e:
-        # SGLang logs and forgets an Exception of a plugin: only SystemExit stops the server.
-        sys.exit(f"hstransport: {e}")
-
+    hooks = wanted_hooks()
+    if not hooks:
+        return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, hook in hooks.items():
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
+def wanted_hooks() -> dict[str, Any]:
+    """What is to be put around SGLang's functions in this process: name -> hook; often nothing."""
+    try:
+        settings = from_environment(os.environ)
+        if settings is None:
+            return {}
+        plugin = Plugin(settings)
+        try:
+            hooks = _hooks(plugin)
+            # What stands there now is no hook of ours.
+            plugin.unhooked = {target: _resolve(target) for target in hooks}
+        except CaptureError as e:
+            plugin.dead_hook(e)
+            return {}
+    except HsTransportError as e:
+        # SGLang logs and forgets an Exception of a plugin: only SystemExit stops the server.
+        sys.exit(f"hstransport: {e}")
+    return hooks
+
+
 def _hooks(plugin: Plugin) -> dict[str, Any]:
+    weights = _first_there(_WEIGHTS, f"update_weights_from_{_SOURCES[0]}")
     return {
         # The model exists, graphs are not captured and memory is not divided yet: the place to
         # switch layers on and to take memory on the GPU.
@@ -100,19 +124,17 @@ def _hooks(plugin: Plugin) -> dict[str, Any]:
         # All is known: the place to begin, or refuse.
         f"{_SCHEDULER}.__init__": plugin.scheduler_init,
         # Which requests the coming forward pass belongs to.
-        f"{_SCHEDULER}.run_batch": plugin.run_batch,
+        _RUN_BATCH: plugin.run_batch,
         # The one call that has every token's final state and all captured layers together. It is
         # not called when a decode graph is replayed, but when that graph is captured.
-        f"{_LOGITS}.forward": plugin.logits_forward,
+        _LOGITS_FORWARD: plugin.logits_forward,
         # Positions are known here, and warm-up and graph capture never come through here.
-        f"{_RUNNER}.forward": plugin.model_forward,
+        _FORWARD: plugin.model_forward,
         # Requests finish in here and, when aborted while they wait, only in abort_request.
-        f"{_SCHEDULER}.process_batch_result": plugin.process_batch_result,
+        _RESULT: plugin.process_batch_result,
         f"{_SCHEDULER}.abort_request": plugin.abort_request,
         # From here on the states would be another model's.
-        **{
-            f"{_WEIGHTS}.update_weights_from_{source}": plugin.update_weights for source in _SOURCES
-        },
+        **{f"{weights}.update_weights_from_{source}": plugin.update_weights for source in _SOURCES},
     }
 
 
@@ -142,6 +164,10 @@ class Plugin:
         self._decode_mode: Any = None  # ForwardMode.DECODE
         self._current_stream: Any = None  # torch's current stream of a device, as a handle
         self._results = 0
+        self.unhooked: dict[str, Any] = {}  # SGLang's own functions, by the name of the hook
+        # Hooks of a forward pass that were not called yet, while the first pass is awaited.
+        self._silent: set[str] = set()
+        self._heard = 0
 
     # Each hook has AROUND's signature: the original, then the original's own arguments.
 
@@ -174,21 +200,22 @@ class Plugin:
     def scheduler_init(self, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         self._dp_rank = _dp_rank(original, scheduler, args, kwargs)
         original(scheduler, *args, **kwargs)
+        for target, function in self.unhooked.items():
+            if _resolve(target) is function:
+                why = f"SGLang did not apply the plugin's hook on {target}; its log says why"
+                self._give_up(CaptureError(why))
+                return
         if self._runner is None:
-            raise CaptureError(
-                "hstransport saw no ModelRunner.load_model: this SGLang builds its model in a way "
-                "that the plugin does not know; unset HSTRANSPORT to serve without capture"
+            why = (
+                "ModelRunner.load_model was never called: this SGLang builds its model in a way "
+                "that the plugin does not know"
             )
+            self._give_up(CaptureError(why))
+            return
         _refuse_resolved_widths()
         require_captured(self._runner.model, self._layers)
         if self._mismatch is not None:
             raise self._mismatch
-        for target in _hooks(self):
-            if getattr(_resolve(target), "__wrapped__", None) is None:
-                raise CaptureError(
-                    f"SGLang did not apply the plugin's hook on {target} (its log says why); unset "
-                    "HSTRANSPORT to serve without capture"
-                )
         if self._ring is None:
             logger.info("hstransport: tensor-parallel rank %d leaves writing to rank 0", _tp_rank())
             return
@@ -204,8 +231,39 @@ class Plugin:
         self._tap = Tap(info, exporter, follower)
         if self._check is not None:
             logger.info("hstransport: layers are compared in the first pass outside CUDA graphs")
+        self._silent = {_RUN_BATCH, _FORWARD, _LOGITS_FORWARD, _RESULT}
+
+    def dead_hook(self, error: CaptureError) -> None:
+        """Stop the server with that error, or say that it serves without capture."""
+        if self._settings.on_dead_hook == "stop":
+            raise CaptureError(
+                f"{error}. HSTRANSPORT_ON_DEAD_HOOK=serve, or no HSTRANSPORT, serves without "
+                "capture"
+            ) from None
+        logger.error("hstransport: NOTHING WILL BE CAPTURED, the server only serves: %s", error)
+
+    def _give_up(self, error: CaptureError) -> None:
+        self.dead_hook(error)
+        if self._ring is not None:
+            self._ring.discard()
+
+    def _hear(self, hook: str, passed: bool = False) -> None:
+        """A hook was called for the first time, or again while another was not.
+
+        ``passed``: a whole forward pass must have come by.
+        """
+        self._silent.discard(hook)
+        self._heard += 1
+        if self._silent and (passed or self._heard > _PASS_CALLS):
+            dead, self._silent = sorted(self._silent), set()
+            why = f"a forward pass did not come through the plugin's hook on {' and '.join(dead)}"
+            self.dead_hook(CaptureError(why))
+            if self._tap is not None:
+                self._tap.stop(why)
 
     def run_batch(self, original: Any, scheduler: Any, batch: Any, *args: Any, **kw: Any) -> Any:
+        if self._silent:
+            self._hear(_RUN_BATCH)
         self._batch = batch
         try:
             return original(scheduler, batch, *args, **kw)
@@ -215,6 +273,8 @@ class Plugin:
     def model_forward(
         self, original: Any, runner: Any, forward_batch: Any, *a: Any, **kw: Any
     ) -> Any:
+        if self._silent:
+            self._hear(_FORWARD)
         tap, batch = self._tap, self._batch
         if tap is None or batch is None or runner is not self._runner:
             return original(runner, forward_batch, *a, **kw)
@@ -328,6 +388,8 @@ class Plugin:
     ) -> Any:
         if self._check is not None:
             self._verify(aux_hidden_states)
+        if self._silent:
+            self._hear(_LOGITS_FORWARD)
         if self._armed:
             self._states = (hidden_states, aux_hidden_states)
         elif self._keeps_graphs and _capturing() and logits_metadata.forward_mode.is_decode():
@@ -364,6 +426,8 @@ class Plugin:
     def process_batch_result(
         self, original: Any, scheduler: Any, batch: Any, *a: Any, **kw: Any
     ) -> Any:
+        if self._silent:
+            self._hear(_RESULT, passed=batch.forward_mode.is_extend())
         result = original(scheduler, batch, *a, **kw)
         if self._tap is not None:
             self._tap.guarded(self._sweep, self._tap, scheduler, batch)
@@ -479,6 +543,17 @@ def _note(reqs: list[Any]) -> Noted:
     return Noted(over, images)
 
 
+def _first_there(classes: tuple[str, ...], method: str) -> str:
+    """The first of these classes that this SGLang has with that method."""
+    for name in classes[:-1]:
+        try:
+            pkgutil.resolve_name(f"{name}.{method}")
+            return name
+        except (ImportError, AttributeError):
+            continue
+    return classes[-1]
+
+
 def _resolve(target: str) -> Any:
     try:
         return pkgutil.resolve_name(target)
@@ -487,7 +562,7 @@ def _resolve(target: str) -> Any:
 
         raise CaptureError(
             f"SGLang {sglang.__version__} has no {target} ({e}): this release of hstransport "
-            "does not know it; use one of the releases listed in hstransport's README"
+            "does not know it; use one of the releases listed in its docs/releases.md"
         ) from None
 
 
@@ -620,6 +695,12 @@ class _RingInTheMaking:
             total = self._settings.ring_bytes
             logger.info("hstransport: ring %d of %d MiB ready", done >> 20, total >> 20)
 
+    def discard(self) -> None:
+        """Wait until the ring is ready, and remove it: nothing will be written into it."""
+        self._thread.join()
+        if self._failure is None:
+            self._ring.close()
+
     def open(self, copier: Copier) -> Exporter:
         """Wait until the ring is ready, pin it if a GPU is to write into it, and open it."""
         self._thread.join()
@@ -668,7 +749,7 @@ def _tp_rank() -> int:
 
 
 def _dp_rank(init: Any, scheduler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """An argument of Scheduler.__init__; from 0.5.23 on it stands in the runtime context."""
+    """An argument of Scheduler.__init__; from 0.5.21 on it stands in the runtime context."""
     given = inspect.signature(init).bind(scheduler, *args, **kwargs).arguments
     if "dp_rank" in given:
         return int(given["dp_rank"] or 0)

@@ -43,6 +43,7 @@ def test_every_setting_is_taken():
             "HSTRANSPORT_RING_BYTES": "1.5MiB",
             "HSTRANSPORT_POLICY": "drop",
             "HSTRANSPORT_BLOCK_S": "0.25",
+            "HSTRANSPORT_ON_DEAD_HOOK": "serve",
         }
     )
     assert settings.session == "kimi.2"
@@ -53,6 +54,7 @@ def test_every_setting_is_taken():
     assert settings.requests == Selection("tagged")
     assert settings.ring_bytes == 1572864
     assert (settings.policy, settings.block_s) == ("drop", 0.25)
+    assert settings.on_dead_hook == "serve"
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,7 @@ def test_every_setting_is_taken():
         ("HSTRANSPORT_POLICY", "wait", "block and drop"),
         ("HSTRANSPORT_BLOCK_S", "-1", "0 to 3600"),
         ("HSTRANSPORT_BLOCK_S", "nan", "0 to 3600"),
+        ("HSTRANSPORT_ON_DEAD_HOOK", "go on", "stop and serve"),
         ("HSTRANSPORT_LAYER", "2", "not a setting"),
     ],
 )
@@ -94,9 +97,10 @@ def test_sizes_are_binary(text, size):
 
 
 def test_every_variable_is_documented_with_its_default_or_values():
-    page = (Path(__file__).parent.parent / "README.md").read_text()
+    root = Path(__file__).parent.parent
+    pages = "".join((root / page).read_text() for page in ("README.md", "docs/operations.md"))
     for name in ENVIRONMENT:
-        assert name in page, f"{name} is missing from README.md"
+        assert name in pages, f"{name} is missing from README.md and docs/operations.md"
 
 
 RID, TAGS = "job-7-abc", {"hstransport_id": "x", "hstransport_labels": {"set": "train", "n": 3}}

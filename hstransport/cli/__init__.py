@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import HsTransportError, ServerError
-from . import doctor, estimate, extract, inspect, verify
+from . import doctor, estimate, extract, inspect, patch, verify
 
 BAD_INPUT, UNREACHABLE, INTERRUPTED = 2, 3, 130
 
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (extract, inspect, verify, doctor, estimate):
+    for module in (extract, inspect, verify, doctor, estimate, patch):
         command = commands.add_parser(
             module.__name__.rpartition(".")[2],
             help=module.HELP,
