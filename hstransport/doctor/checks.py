@@ -155,7 +155,7 @@ def _rows_of_another(probes: Probes, pairs: list[tuple[F32, F32]]) -> str:
 def check_prefix(
     probes: Probes, samples: Mapping[str, Sample], states: Mapping[str, Bits]
 ) -> Finding:
-    """A request whose prefix came out of the radix cache does not look whole."""
+    """A request whose prefix came out of the radix cache is completed with the rows of the first."""
     again = probes.again
     cached, tokens = again.cached_tokens, len(again.prompt)
     if not cached:
@@ -165,31 +165,30 @@ def check_prefix(
             f"{tokens} tokens sent twice: the server reused none (no radix cache)",
         )
     sample = samples[again.id]
-    if sample.state != "prefix_missing":
+    shared = sum(part.rows for part in sample.refs)
+    if (sample.state, shared) != ("whole", cached):
         return Finding(
             "prefix",
             FAIL,
-            f"{cached} of {tokens} tokens came out of the radix cache, and the sample says "
-            f"{sample.state}, not prefix_missing: its first rows cannot be its own; serve with "
+            f"{cached} of {tokens} tokens came out of the radix cache, and the sample is "
+            f"{sample.state} and shares {shared} rows with the first one: serve with "
             "--disable-radix-cache, and report it",
         )
-    start, stop = sample.ranges[0] if sample.ranges else (tokens, tokens)
-    rows = floats(sample.read(start, stop))
-    before = floats(states[probes.first.id][start:stop])
-    found = agreement([(rows, before)]) if stop > start else None
-    if start != cached or (found and not found.mostly):
+    before = floats(states[probes.first.id])
+    own = floats(sample.read(cached, min(sample.tokens, len(before))))
+    found = agreement([(own, before[cached : cached + len(own)])])
+    if not found.mostly:
         return Finding(
             "prefix",
             FAIL,
-            f"{cached} tokens came out of the radix cache, the rows begin at token {start} and are "
-            f"not those of the first time ({found}): serve with --disable-radix-cache, and report "
-            "it",
+            f"{cached} tokens came out of the radix cache, and the rows after them are not those "
+            f"of the first time ({found}): serve with --disable-radix-cache, and report it",
         )
     return Finding(
         "prefix",
         OK,
-        f"sent twice, {cached} of {tokens} tokens came out of the radix cache: the sample says "
-        "prefix_missing (give requests their own extra_key to have them whole)",
+        f"sent twice, {cached} of {tokens} tokens came out of the radix cache: the sample shares "
+        "their rows with the first one and is whole",
     )
 
 

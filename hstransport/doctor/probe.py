@@ -105,7 +105,7 @@ class _Question:
         self._rid = f"{sample_id}-rid"
         mask = (len(tokens) + NEW_TOKENS,)
         prompt = Prompt(0, sample_id, tokens, None, {LABEL: True}, mask)
-        self.body = payload(prompt, self._rid, NEW_TOKENS)
+        self.body = payload(prompt, self._rid, NEW_TOKENS, past_cache=True)
         """Of POST /generate."""
         self.body["sampling_params"]["ignore_eos"] = True
         self.body["return_logprob"] = True
