@@ -155,7 +155,7 @@ def _rows_of_another(probes: Probes, pairs: list[tuple[F32, F32]]) -> str:
 def check_prefix(
     probes: Probes, samples: Mapping[str, Sample], states: Mapping[str, Bits]
 ) -> Finding:
-    """A request whose prefix came out of the radix cache is completed with the rows of the first."""
+    """A request whose prefix the radix cache held is completed with the rows of the first one."""
     again = probes.again
     cached, tokens = again.cached_tokens, len(again.prompt)
     if not cached:
