@@ -588,9 +588,9 @@ def _cuda_device(runner: Any) -> int | None:
 
 def _stage_bytes(server_args: Any, info: SessionInfo) -> int:
     """Room for the states of the largest prefill batch."""
-    tokens = int(getattr(server_args, "chunked_prefill_size", 0) or 0)
+    tokens = int(_resolved(server_args, "chunked_prefill_size") or 0)
     if tokens <= 0:
-        tokens = int(getattr(server_args, "max_prefill_tokens", 0) or 16384)
+        tokens = int(_resolved(server_args, "max_prefill_tokens") or 16384)
     return min(max(tokens * info.row_bytes, 64 << 20), 1 << 30)
 
 
@@ -610,12 +610,27 @@ def _capturing() -> bool:
 
 def _refuse_unproven(server_args: Any) -> None:
     for name, harmless, remedy in _REFUSED:
-        value = getattr(server_args, name, harmless)
-        if value and value != harmless:
-            raise CaptureError(
-                f"hstransport cannot capture exactly with {name}={value!r}: {remedy}, "
-                "or unset HSTRANSPORT to serve without capture"
-            )
+        # What the user wrote, and what SGLang has made of it.
+        for value in (getattr(server_args, name, None), _resolved(server_args, name)):
+            if value and value != harmless:
+                raise CaptureError(
+                    f"hstransport cannot capture exactly with {name}={value!r}: {remedy}, "
+                    "or unset HSTRANSPORT to serve without capture"
+                )
+
+
+def _resolved(server_args: Any, name: str) -> Any:
+    """What SGLang has decided for an argument, None for one that it does not know.
+
+    From 0.5.20 on the object itself keeps what was written on the command line.
+    """
+    try:
+        from sglang.srt.arg_groups.overrides import resolution_result
+    except ImportError:
+        return getattr(server_args, name, None)
+    if not hasattr(server_args, name):
+        return None
+    return resolution_result(server_args, name)
 
 
 def _refuse_resolved_widths() -> None:

@@ -31,3 +31,15 @@ def test_modes_that_are_not_proven_are_refused_by_name(name, harmless, remedy):
     setattr(calm, name, wild)
     with pytest.raises(CaptureError, match=f"{name}={re.escape(repr(wild))}.*{re.escape(remedy)}"):
         _refuse_unproven(calm)
+
+
+def test_what_sglang_decides_by_itself_is_refused_too():
+    overrides = pytest.importorskip("sglang.srt.arg_groups.overrides")
+    if not hasattr(overrides, "resolution_result"):
+        pytest.skip("this SGLang resolves its arguments in place")
+    calm = SimpleNamespace(**{n: value for n, value, _ in _REFUSED})
+    calm._raw_input = dict(vars(calm))
+    calm._resolved_overrides = [("some model's own choice", {"enable_dp_attention": True})]
+    assert not calm.enable_dp_attention
+    with pytest.raises(CaptureError, match="enable_dp_attention=True"):
+        _refuse_unproven(calm)
