@@ -57,7 +57,9 @@ class Client:
         latency = statistics.median(a[0] for a in answers)
         return Pass(seconds, sum(map(len, prompts)), sum(a[1] for a in answers), latency)
 
-    def batch(self, prompts: Sequence[Prompt], tag: str, new_tokens: int) -> float:
+    def batch(
+        self, prompts: Sequence[Prompt], tag: str, new_tokens: int, *, tagged: bool = True
+    ) -> float:
         """All prompts as one request, so that a slow client costs nothing; seconds it took."""
         ids = [f"{tag}-{i}" for i in range(len(prompts))]
         params = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
@@ -65,7 +67,9 @@ class Client:
             "input_ids": prompts,
             "rid": [f"rid-{i}" for i in ids],
             "extra_key": ids,  # two random prompts may begin with the same token
-            "sampling_params": [{**params, "custom_params": {"hstransport_id": i}} for i in ids],
+            "sampling_params": [
+                {**params, "custom_params": {"hstransport_id" if tagged else "id": i}} for i in ids
+            ],
         }
         body = json.dumps(payload)
         connection = http.client.HTTPConnection(*self._where, timeout=TIMEOUT_S)

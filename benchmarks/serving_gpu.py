@@ -4,6 +4,7 @@ off          hstransport is installed and off
 off_again    another such server: how far two equal ones differ is the noise. The base that all
              ways are compared with is the mean of these two in the same round
 aux_only     SGLang computes the inner layers' states, and nobody takes them
+untouched    capture is on, but not for these requests (HSTRANSPORT_REQUESTS=tagged)
 hstransport  every row is captured, and hstransport-consumer writes shards on the same machine
 baseline     torch.save of .cpu() into /dev/shm inside the forward pass
 """
@@ -48,7 +49,7 @@ from ways import SESSION, ConsumerBeside, Stage, last_words
 from hstransport.protocol import SessionInfo, unpack_info
 
 OFF = ("off", "off_again")
-WAYS = (*OFF, "aux_only", "hstransport", "baseline")
+WAYS = (*OFF, "aux_only", "untouched", "hstransport", "baseline")
 TIMED_PASSES = 3
 """Passes of each load with the tap's timers on: 48 prefill batches, 765 decode steps."""
 
@@ -154,11 +155,13 @@ class Bench:
         if way == "hstransport":
             return self._capture(timed=False)
         stages = dict(zip(OFF, (self._plain, self._again), strict=True))
+        stages["untouched"] = self._captured
         with stages.get(way, self._by_hand) as stage:
             if way == "baseline":
                 self._saved.mkdir()
+            tagged = way != "untouched"
             try:
-                turn = Turn(*(self._pass(stage, load) for load in self._loads()))
+                turn = Turn(*(self._pass(stage, load, tagged=tagged) for load in self._loads()))
                 if way == "baseline":
                     turn = turn._replace(stored_bytes=size(self._saved))
             finally:
@@ -181,12 +184,13 @@ class Bench:
     def _loads(self) -> tuple[Load, Load]:
         return self.scale.prefill, self.scale.decode
 
-    def _pass(self, stage: Stage, load: Load, tag: str = "pass") -> float:
+    def _pass(self, stage: Stage, load: Load, tag: str = "pass", *, tagged: bool = True) -> float:
         # Fresh ids each time, so that SGLang's radix cache has nothing to answer with.
         rng = np.random.default_rng([self._turns, load.count])
         ids = rng.integers(3, self.scale.vocabulary, (load.count, load.tokens))
         prompts: list[Prompt] = ids.tolist()
-        return stage.client.batch(prompts, f"{tag}-{self._turns}-{load.count}", load.new_tokens)
+        name = f"{tag}-{self._turns}-{load.count}"
+        return stage.client.batch(prompts, name, load.new_tokens, tagged=tagged)
 
     def _capture(self, *, timed: bool) -> Turn:
         """A consumer of its own for each turn: shards that hold whole samples only."""
