@@ -40,6 +40,17 @@ def test_what_sglang_decides_by_itself_is_refused_too():
     calm = SimpleNamespace(**{n: value for n, value, _ in _REFUSED})
     calm._raw_input = dict(vars(calm))
     calm._resolved_overrides = [("some model's own choice", {"enable_dp_attention": True})]
-    assert not calm.enable_dp_attention
     with pytest.raises(CaptureError, match="enable_dp_attention=True"):
         _refuse_unproven(calm)
+
+
+def test_what_is_written_down_and_not_used_is_not_refused():
+    """An aux-only server names an algorithm for its layer ids; SGLang then clears it."""
+    overrides = pytest.importorskip("sglang.srt.arg_groups.overrides")
+    if not hasattr(overrides, "resolution_result"):
+        pytest.skip("this SGLang resolves its arguments in place")
+    calm = SimpleNamespace(**{n: value for n, value, _ in _REFUSED})
+    calm.speculative_algorithm = "EAGLE3"
+    calm._raw_input = dict(vars(calm))
+    calm._resolved_overrides = [("aux capture", {"speculative_algorithm": None})]
+    _refuse_unproven(calm)
