@@ -1,7 +1,10 @@
 """Real servers: right layers are seen to be right, and a model that captures wrongly is found."""
 
+import importlib.metadata
+
 import pytest
 from rig.consumer import ConsumerProcess
+from rig.server import ServerDied, SGLangServer
 from rig.states import ask, prompts
 
 pytestmark = pytest.mark.sglang
@@ -54,3 +57,30 @@ def test_final_of_a_model_that_captures_other_layers_wrongly_is_captured(
         ask(server, "one", ids)
         sample = consumer.wait_for(["one"])["one"]
     assert (sample.state, list(sample.layers)) == ("whole", ["final"])
+
+
+SGLANG = tuple(int(n) for n in importlib.metadata.version("sglang").split(".")[:3])
+AUX = [
+    *("--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3"),
+    *("--return-aux-hidden-state-layer-ids", "1", "2"),  # canonical: 2 and 3
+]
+
+
+@pytest.mark.skipif(SGLANG < (0, 5, 23), reason="came with SGLang 0.5.23")
+@pytest.mark.parametrize("layers", ["2,3,final", "2,4,final"])
+def test_layers_that_sglang_sets_itself_are_the_same_or_the_server_stops(
+    model_dir, tmp_path, ring_dir, layers
+):
+    env = {"HSTRANSPORT": "1", "HSTRANSPORT_DIR": str(ring_dir), "HSTRANSPORT_LAYERS": layers}
+    env["HSTRANSPORT_REQUESTS"] = "tagged"
+    server = SGLangServer(model_dir("llama"), env=env, extra_args=AUX)
+    if layers != "2,3,final":
+        with pytest.raises(ServerDied, match=r"capture \[2, 3\].*HSTRANSPORT_LAYERS=2,3,final"):
+            server.start()
+        return
+    (ids,) = prompts(1, seed=23, low=20)
+    with server, ConsumerProcess(tmp_path / "s", ring_dir) as consumer:
+        tag = {"custom_params": {"hstransport_id": "one"}, "max_new_tokens": 1}
+        server.generate(input_ids=ids, sampling_params=tag)
+        sample = consumer.wait_for(["one"])["one"]
+    assert (sample.state, list(sample.layers)) == ("whole", [2, 3, "final"])
