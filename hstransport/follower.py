@@ -50,6 +50,8 @@ class Request(Protocol):
     @property
     def copies(self) -> int: ...
     @property
+    def generates(self) -> bool: ...
+    @property
     def over(self) -> bool: ...
     @property
     def retracted(self) -> bool: ...
@@ -231,23 +233,25 @@ class Follower:
         labels, mask = _tagged(tags, len(prompt))
         rid = fit_id(request.rid)
         named = isinstance(sample_id, str) and sample_id
-        name = fit_id(self._number(str(sample_id), request.copies)) if named else rid
+        name = fit_id(self._number(str(sample_id), request)) if named else rid
         sample = self._recorder.open(name)
         self._recorder.start(sample, rid, prompt, labels, mask, time.time())
         return sample
 
-    def _number(self, name: str, copies: int) -> str:
+    def _number(self, name: str, request: Request) -> str:
         """Of ``n`` generations of one prompt each has an id of its own.
 
         SGLang first computes the prompt alone, then the generations: that is ``name``, these are
         ``name#1`` to ``name#n``.
         """
-        if copies <= 1:
+        if request.copies <= 1:
             return name
         number = self._copies.pop(name, 0)
-        if number < copies:
+        if not request.generates:
+            return name
+        if number + 1 < request.copies:
             self._copies[name] = number + 1
-        return f"{name}#{number}" if number else name
+        return f"{name}#{number + 1}"
 
     def _end(self, f: _Followed, reason: str, detail: str) -> None:
         if f.sample is None:

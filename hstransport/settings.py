@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,7 +71,8 @@ class Selection:
         labels = tags.get(LABELS_TAG)
         if not isinstance(labels, Mapping) or self.key not in labels:
             return False
-        return self.value is None or str(labels[self.key]) == self.value
+        label = labels[self.key]
+        return self.value is None or self.value in (str(label), json.dumps(label))
 
     def __str__(self) -> str:
         if self.kind == "share":

@@ -506,6 +506,11 @@ class _Request:
         return int(getattr(self._req.sampling_params, "n", 1) or 1)
 
     @property
+    def generates(self) -> bool:
+        """False for the pass that SGLang makes to have the prompt of several in its cache."""
+        return bool(self._req.sampling_params.max_new_tokens != 0)
+
+    @property
     def over(self) -> bool:
         return self._req.finished_reason is not None
 

@@ -462,7 +462,7 @@ def test_claims_and_shapes_are_checked(ring_dir):
 class Request:
     """A server's request, for a tap."""
 
-    probe, tags, retracted, over, copies = False, {}, False, False, 1
+    probe, tags, retracted, over, copies, generates = False, {}, False, False, 1, True
 
     def __init__(self, rid, prompt):
         self.rid, self.prompt, self.output = rid, tokens(prompt), tokens(0)

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hstransport_consumer import DatasetWriter, open_shards, plan, prefixes
+from hstransport_consumer import DatasetWriter, index, open_shards, plan, prefixes
+from hstransport_consumer import writer as writer_module
 from hstransport_consumer.index import Part
 from hstransport_consumer.prefixes import PrefixTree
 from hstransport_consumer.verify import verify
@@ -328,6 +329,107 @@ def test_memory_is_bounded_and_what_was_used_last_stays(monkeypatch: pytest.Monk
     assert tree.find(tokens, 0, 50, lambda uid: True) == [Part(0, 50, b"u", 0, 0)]
     assert tree.find(tokens + 1000 * 1999, 0, 50, lambda uid: True)
     assert not tree.find(tokens + 1000 * 5, 0, 50, lambda uid: True)
+
+
+def test_what_was_used_longest_ago_is_forgotten_first_in_chains_too() -> None:
+    """An old chain of many short edges goes before branches that were used just now."""
+    tree = PrefixTree(400_000)
+    chain = np.arange(300, dtype=np.int32)
+    for n in range(1, 301):
+        tree.add(chain[:n], [Part(n - 1, 1, b"u", 0, n - 1)])
+    branches = [np.arange(50, dtype=np.int32) + 1000 * i for i in range(1, 250)]
+    for i, tokens in enumerate(branches):
+        tree.add(tokens, [Part(0, 50, b"u", i, 0)])
+        assert tree.find(tokens, 0, 50, lambda uid: True), "forgotten at once"
+    assert all(tree.find(tokens, 0, 50, lambda uid: True) for tokens in branches[-200:])
+    assert len(tree.find(chain, 0, 300, lambda uid: True)) < 300
+
+
+def test_what_is_wrong_with_an_older_shard_costs_only_what_it_holds(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    server = fill(out)
+    path = out / "shard-000001.zst"
+    path.write_bytes(path.read_bytes()[:-60] + bytes(60))  # neither footer nor trailer
+    with DatasetWriter(out) as writer:
+        writer.begin_run(INFO)
+        server.run([*SYSTEM, 50], [9])
+        events = server.records[9:]
+        (first, second) = writer.write_window(INFO.run, 0, 9, 14, events).ended
+    assert (first.state, second.state) == ("whole", "whole")
+
+
+def end_with(refs: list[Part], out: Path) -> None:
+    """A shard, unfinished, whose second sample says that it shares these rows."""
+    server = CachingServer()
+    server.run([*SYSTEM, 1], [9])
+    server.run([*SYSTEM, 2], [9])
+    pid = os.fork()
+    if not pid:  # a writer that dies
+        writer = DatasetWriter(out)
+        writer.begin_run(INFO)
+        writer.write_window(INFO.run, 0, 0, 2, server.records[:3])
+        uid = writer._index.header.uid  # type: ignore[union-attr]
+        fake = [p._replace(shard=uid) if p.shard == b"" else p for p in refs]
+        prefixes.Prefixes._find = lambda *a: fake  # type: ignore[method-assign]
+        index.ShardIndex._check_place = lambda *a: None  # type: ignore[method-assign]
+        writer.write_window(INFO.run, 0, 3, 5, server.records[3:])
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize(
+    "refs",
+    [
+        [Part(0, 30, b"", 4000, 0)],
+        [Part(0, 30, b"", 0, 1 << 31)],
+        [Part(0, 30, b"", 0, 5)],
+    ],
+    ids=["no such chunk", "far rows", "rows beyond the chunk"],
+)
+def test_places_of_shared_rows_that_cannot_be_are_cut_off(tmp_path: Path, refs: list[Part]) -> None:
+    out = tmp_path / "out"
+    end_with(refs, out)
+    server = CachingServer()
+    server.run([*SYSTEM, 1], [9])
+    server.run([*SYSTEM, 2], [9])
+    with DatasetWriter(out) as writer:
+        writer.begin_run(INFO)
+        assert writer.next_seq(INFO.run, 0) == 3, "the window with the bad places was kept"
+        writer.write_window(INFO.run, 0, 3, 5, server.records[3:])
+    check(out, server)
+
+
+def test_a_part_in_a_shard_that_is_elsewhere_is_no_finding(tmp_path: Path) -> None:
+    """The owner's END, with its generated ids, was handed over; its rows and START are here."""
+    out, server = tmp_path / "out", CachingServer()
+    owner = server.begin(SYSTEM, [7, 8, 9, 10])
+    server.compute((owner, 30))
+    server.compute((owner, 3))
+    server.finish(owner)
+    server.run([*SYSTEM, 7, 8, 9, 5], [9])
+    write(server, out, [3, 2, 9], shard_bytes=1)
+    names = sorted(p.name for p in out.glob("shard-*"))
+    assert len(names) == 3
+    other = tmp_path / "other"
+    other.mkdir()
+    (out / names[1]).rename(other / names[1])
+    report = verify(out / names[2])
+    assert not report.findings, report.findings
+
+
+def test_a_shard_that_names_many_others_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "FULL_SHARDS", 3)
+    server = fill(tmp_path / "out")
+    for i in range(20):
+        server.run([*SYSTEM, i % 4, 60 + i], [9])
+    write(server, tmp_path / "out", [6] * 12, first=9)
+    check(tmp_path / "out", server)
+    for shard in open_shards(tmp_path / "out").shards:
+        assert len(shard.tables.shards) <= 4
+    monkeypatch.setattr(index, "MAX_SHARDS", 2)
+    assert any("more than 2 shards" in f.what for f in verify(tmp_path / "out").findings)
 
 
 @pytest.mark.parametrize("seed", range(20))

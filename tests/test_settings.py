@@ -103,7 +103,8 @@ def test_every_variable_is_documented_with_its_default_or_values():
         assert name in pages, f"{name} is missing from README.md and docs/operations.md"
 
 
-RID, TAGS = "job-7-abc", {"hstransport_id": "x", "hstransport_labels": {"set": "train", "n": 3}}
+LABELS = {"set": "train", "n": 3, "on": True}
+RID, TAGS = "job-7-abc", {"hstransport_id": "x", "hstransport_labels": LABELS}
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,7 @@ RID, TAGS = "job-7-abc", {"hstransport_id": "x", "hstransport_labels": {"set": "
         ("label:set=train", True),
         ("label:set=test", False),
         ("label:n=3", True),
+        ("label:on=true", True),
         ("label:other", False),
         ("100%", True),
     ],

@@ -211,23 +211,6 @@ def test_aborted_request_is_named(roomy, tmp_path, module_ring_dir):
     assert sample.state == "aborted"
 
 
-def test_prefix_from_the_radix_cache_is_named(roomy, tmp_path, module_ring_dir):
-    (ids,) = prompts(1, seed=11, low=60, high=61)
-    with ConsumerProcess(tmp_path / "s", module_ring_dir, "--session", "roomy") as consumer:
-        for sample_id in ("first", "second"):
-            roomy.generate(
-                input_ids=ids,
-                sampling_params={
-                    "temperature": 0,
-                    "max_new_tokens": 1,
-                    "custom_params": {"hstransport_id": sample_id},
-                },
-            )
-        samples = consumer.wait_for(["first", "second"])
-    assert samples["first"].state == "whole"
-    assert samples["second"].state == "prefix_missing"
-
-
 def test_server_killed_in_mid_work_leaves_named_samples_and_no_ring(
     roomy, servers, tmp_path, module_ring_dir
 ):

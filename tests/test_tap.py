@@ -20,7 +20,7 @@ class Fake:
         self.rid, self.prompt, self.probe = rid, np.asarray(prompt, np.int32), probe
         self.tags = {} if tags is None else tags
         self.output = tokens(0)
-        self.copies = 1
+        self.copies, self.generates = 1, True
         self.over = self.retracted = False
         self._unfit = unfit
 
@@ -295,10 +295,12 @@ def test_a_spent_budget_begins_no_sample_and_ends_none(ring_dir, caplog):
 
 def test_each_of_several_generations_has_an_id_of_its_own(server):
     requests = [Fake(f"r{i}", [1, 2], tags={"hstransport_id": "x"}) for i in range(8)]
-    for request in requests:
-        request.copies = 3  # the prompt alone, then three generations; and all of it again
+    for i, request in enumerate(requests):
+        request.copies, request.generates = 3, i not in (0, 2)
+        # The prompt alone and a generation, aborted; then the prompt and all three.
+    requests = requests[:6]
     for request in requests:
         server.run((request, 0, [1, 2]))
     server.finish(*requests)
     ids = [start.id for start, _, _ in server.samples()]
-    assert ids == 2 * ["x", "x#1", "x#2", "x#3"]
+    assert ids == ["x", "x#1", "x", "x#1", "x#2", "x#3"]

@@ -14,6 +14,7 @@ from . import format as fmt
 from .appender import Transaction
 from .format import pack_frame, pack_map
 from .index import BiasRecord, ChunkRecord, EndRecord, Item, StartRecord, WindowRecord
+from .index import Part as Place
 from .plan import ChunkPlan, WindowPlan
 from .progress import pack_parts
 
@@ -155,7 +156,13 @@ def _ends(plan: WindowPlan) -> Iterator[Part]:
             _, meta = pack_event(t.end)
             raw: dict[str, Any] = {"state": t.state.value, "end": meta}
             if t.refs:
-                uids = list(dict.fromkeys(p.shard for p in t.refs))
-                raw |= {"refs": pack_parts(t.refs, uids.index), "shards": uids}
+                raw |= _places(t.refs)
             record = EndRecord(0, t.sid, t.end.tokens, t.state.value, tuple(t.refs))
             yield pack_map(fmt.END, raw), record
+
+
+def _places(refs: list[Place]) -> dict[str, Any]:
+    """``refs`` and ``shards`` of an END."""
+    uids: dict[bytes, int] = {}
+    packed = pack_parts(refs, lambda uid: uids.setdefault(uid, len(uids)))
+    return {"refs": packed, "shards": list(uids)}

@@ -46,6 +46,8 @@ MAX_BIAS_BYTES = 32 << 20
 MAX_CHUNK_BYTES = 16 << 20
 """Largest rows * hidden of a chunk, which is a decoded frame's size."""
 MAX_TOKENS = (1 << 31) - 1
+MAX_SHARDS = 1 << 16
+"""Shards, itself included, in which a shard's samples may have parts."""
 
 CHUNK_BYTES = 1 << 20
 """Exponents of one plane that a writer aims to put into a chunk."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from hstransport.protocol import Segment, SessionInfo, pack_info
 
-from .format import Header
+from .format import MAX_SHARDS, Header
 from .states import STATES, Coverage
 from .tables import COLUMNS, Tables
 
@@ -193,6 +193,7 @@ class ShardIndex:
         if sample is None:
             raise RecordError(f"sample {e.sid} ends, which is not open")
         for p in e.refs:
+            self._check_place(e.sid, p)
             if sample.coverage.missing(p.position, p.position + p.rows) != [
                 (p.position, p.position + p.rows)
             ]:
@@ -222,6 +223,14 @@ class ShardIndex:
             run=run_index,
         )
 
+    def _check_place(self, sid: int, p: Part) -> None:
+        """Other shards are not here to look into; of this one it is known what it has."""
+        if p.shard != self.header.uid:
+            return
+        rows = self._columns["chunk.rows"]
+        if p.chunk >= len(rows) or p.row + p.rows > rows[p.chunk]:
+            raise RecordError(f"sample {sid} shares rows {p.row}+{p.rows} of chunk {p.chunk}")
+
     def _append(self, table: str, **values: int) -> None:
         for name, value in values.items():
             self._columns[f"{table}.{name}"].append(value)
@@ -229,6 +238,8 @@ class ShardIndex:
     def _shard_ref(self, uid: bytes) -> int:
         ref = self._shard_refs.setdefault(uid, len(self.shards))
         if ref == len(self.shards):
+            if ref >= MAX_SHARDS:
+                raise RecordError(f"samples have parts in more than {MAX_SHARDS} shards")
             self.shards.append(uid)
         return ref
 

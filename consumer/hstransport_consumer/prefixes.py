@@ -7,9 +7,11 @@ alone: so they are found again by the tokens, as the server finds its cache, and
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -19,12 +21,13 @@ import numpy.typing as npt
 from hstransport.errors import HsTransportError
 from hstransport.protocol import TokenIds, unpack_info
 
-from .directory import list_shards, partial_path, shard_path
+from .directory import Entry, list_shards, partial_path, shard_path
 from .format import read_frame, read_header
 from .index import OpenSample, Part, RunState
 from .plan import Touched, WindowPlan
-from .reader import open_shards
+from .reader import ShardDataset
 from .sample import Sample
+from .shard import open_shard, open_unfinished
 from .states import Coverage, State
 from .walk import start_event
 
@@ -32,7 +35,11 @@ logger = logging.getLogger(__name__)
 
 TREE_BYTES = 256 << 20
 """Memory for the tokens of one run: about 50 million of them, more than a server's cache holds."""
-_NODE_BYTES, _PART_BYTES = 600, 120  # what Python takes for one
+_NODE_BYTES, _PART_BYTES = 750, 150  # what Python takes for one
+_LEARN_S = 5.0
+"""How long shards are looked into after a restart; the ring takes what comes meanwhile."""
+_MOST_SHARDS = 4096
+"""Shards that one window's shared rows may lie in."""
 
 Key = tuple[str, int]
 """Run and rank: each scheduler has a cache of its own."""
@@ -138,11 +145,6 @@ class PrefixTree:
             node = child
         return found
 
-    @property
-    def full(self) -> bool:
-        """Whether more would push out what is here."""
-        return self.bytes > self._limit_bytes * 3 // 4
-
     def _split(self, lower: _Node, at: int) -> _Node:
         """Put a node above ``lower`` that has its first ``at`` tokens; returns that."""
         upper = _Node(lower.tokens[:at].copy(), lower.start, lower.parent)
@@ -156,23 +158,34 @@ class PrefixTree:
         self.bytes += lower.bytes
         return upper
 
-    def _forget(self) -> None:
-        while self.bytes > self._limit_bytes * 3 // 4:
-            for leaf in sorted(self._leaves(), key=lambda node: node.used):
-                assert leaf.parent is not None
-                del leaf.parent.children[int(leaf.tokens[0])]
-                self.bytes -= leaf.bytes
-                if self.bytes <= self._limit_bytes * 3 // 4:
-                    return
+    def take_back(self, shard: bytes, first_chunk: int) -> None:
+        """Forget parts in a shard's chunks from ``first_chunk`` on."""
+        for node in self._nodes():
+            kept = [p for p in node.parts if p.shard != shard or p.chunk < first_chunk]
+            if len(kept) < len(node.parts):
+                self.bytes -= node.bytes
+                node.keep(kept)
+                self.bytes += node.bytes
 
-    def _leaves(self) -> Iterator[_Node]:
+    def _forget(self) -> None:
+        leaves = [(n.used, i, n) for i, n in enumerate(self._nodes()) if not n.children]
+        heapq.heapify(leaves)
+        number = itertools.count(len(leaves) + 1_000_000_000)  # nodes are not compared
+        while leaves and self.bytes > self._limit_bytes * 3 // 4:
+            _, _, leaf = heapq.heappop(leaves)
+            above = leaf.parent
+            assert above is not None
+            del above.children[int(leaf.tokens[0])]
+            self.bytes -= leaf.bytes
+            if not above.children and above is not self._root:
+                heapq.heappush(leaves, (above.used, next(number), above))
+
+    def _nodes(self) -> Iterator[_Node]:
         stack = list(self._root.children.values())
         while stack:
             node = stack.pop()
-            if node.children:
-                stack.extend(node.children.values())
-            else:
-                yield node
+            stack.extend(node.children.values())
+            yield node
 
 
 class Prefixes:
@@ -185,7 +198,9 @@ class Prefixes:
         self._trees: dict[Key, PrefixTree] = {}
         self._prompts: dict[tuple[Key, int], TokenIds] = {}
         self._numbers: dict[bytes, int] = {}
+        self._unknown: set[bytes] = set()  # uids of shards that are not here
         self._current = b""
+        self._unwritten: int | None = None  # first chunk of the window that was resolved last
 
     def begin_shard(self, uid: bytes, number: int) -> None:
         """From now on the writer writes this shard."""
@@ -199,6 +214,7 @@ class Prefixes:
         ``first_chunk`` on. Samples that become whole get their ``refs`` and that state.
         """
         key = run.info.run, run.info.rank
+        self._unwritten = first_chunk
         tree = self._trees.setdefault(key, PrefixTree())
         places = _places(plan, self._current, first_chunk)
         ended: list[tuple[Touched, TokenIds]] = []
@@ -221,8 +237,9 @@ class Prefixes:
                 present[uid] = self._here(uid)
             return present[uid]
 
+        shards: set[bytes] = set()
         for t, tokens in ended:
-            self._complete(run, t, tokens, here)
+            self._complete(run, t, tokens, here, shards)
 
     def end_run(self, key: Key) -> None:
         """The run computes no more."""
@@ -231,13 +248,23 @@ class Prefixes:
         for prompt in [p for p in self._prompts if p[0] == key]:
             del self._prompts[prompt]
 
-    def reset(self) -> None:
-        """A window that was resolved has not been written: learn again from the shards."""
-        self._older |= self._trees.keys()
-        self._trees.clear()
+    def written(self) -> None:
+        """The window that was resolved last is in the shard."""
+        self._unwritten = None
+
+    def take_back(self) -> None:
+        """It could not be written."""
+        if self._unwritten is not None:
+            for tree in self._trees.values():
+                tree.take_back(self._current, self._unwritten)
 
     def _complete(
-        self, run: RunState, t: Touched, tokens: TokenIds, here: Callable[[bytes], bool]
+        self,
+        run: RunState,
+        t: Touched,
+        tokens: TokenIds,
+        here: Callable[[bytes], bool],
+        shards: set[bytes],
     ) -> None:
         key = run.info.run, run.info.rank
         if t.end is None or t.state is not State.PREFIX_MISSING or len(tokens) < t.end.tokens:
@@ -248,8 +275,10 @@ class Prefixes:
             self._older.discard(key)
             self._learn(key, run.open.values())
             refs = self._find(key, tokens, holes, here)
-        if refs is not None:
-            t.refs, t.state = refs, State.WHOLE
+        if refs is None or len(shards | {p.shard for p in refs}) > _MOST_SHARDS:
+            return
+        shards |= {p.shard for p in refs}
+        t.refs, t.state = refs, State.WHOLE
 
     def _find(
         self,
@@ -293,39 +322,44 @@ class Prefixes:
             return None
 
     def _learn(self, key: Key, opened: Iterable[OpenSample]) -> None:
-        """Take in what the shards of the directory say of a run, the newest first."""
+        """Take in what the shards of the directory say of a run, the newest first.
+
+        To share rows is an economy: whatever is wrong with an older shard must not cost this one.
+        """
         tree = self._trees[key]
         for o in opened:
             prompt = self._prompts.get((key, o.sid))
             prompt = self._read_prompt(o) if prompt is None else prompt
             if prompt is not None:
                 tree.add(prompt, o.parts)
-        try:
-            dataset = open_shards(self._directory, states=None, partial=True)
-        except (HsTransportError, OSError) as e:
-            logger.warning("shared prefixes of earlier shards are not found: %s", e)
-            return
-        for shard in reversed(dataset.shards):
-            infos = [unpack_info(run) for run in shard.tables.runs]
-            mine = [i for i, info in enumerate(infos) if (info.run, info.rank) == key]
-            for row in np.flatnonzero(np.isin(shard.tables.c["sample.run"], mine))[::-1].tolist():
-                if tree.full:
-                    return
-                sample = Sample(dataset, shard, row)
-                try:
-                    tree.add(sample.token_ids, [Part(*p) for p in sample.stored])
-                except (HsTransportError, OSError) as e:
-                    logger.debug("sample %d of %s is passed over: %s", row, shard.path, e)
+        learned: list[tuple[TokenIds, list[Part]]] = []
+        size = tree.bytes
+        deadline = time.monotonic() + _LEARN_S
+        for entry in reversed(list_shards(self._directory)):
+            try:
+                for tokens, parts in _samples_of(entry, key):
+                    learned.append((tokens, parts))
+                    size += tokens.nbytes + _NODE_BYTES + _PART_BYTES * len(parts)
+                    if size > TREE_BYTES // 2 or time.monotonic() > deadline:
+                        break
+                else:
+                    continue
+                break
+            except Exception as e:
+                logger.warning("prefixes in %s are not found: %s", entry.path, e)
+        for tokens, parts in reversed(learned):  # so that the newest is forgotten last
+            tree.add(tokens, parts)
 
     def _here(self, uid: bytes) -> bool:
         return self._path(uid) is not None
 
     def _path(self, uid: bytes) -> Path | None:
         """The file of a shard, None when it was taken away."""
-        if uid not in self._numbers:
+        if uid not in self._numbers and uid not in self._unknown:
             self._scan()
         number = self._numbers.get(uid)
         if number is None:
+            self._unknown.add(uid)
             return None
         if uid == self._current:
             return partial_path(self._directory, number)
@@ -333,8 +367,9 @@ class Prefixes:
         return path if path.exists() else None
 
     def _scan(self) -> None:
+        known = set(self._numbers.values())
         for entry in list_shards(self._directory):
-            if entry.number in self._numbers.values():
+            if entry.number in known:
                 continue
             try:
                 with entry.path.open("rb", buffering=0) as file:
@@ -343,6 +378,20 @@ class Prefixes:
             except (HsTransportError, OSError):
                 continue
             self._numbers[header.uid] = entry.number
+
+
+def _samples_of(entry: Entry, key: Key) -> Iterator[tuple[TokenIds, list[Part]]]:
+    """Tokens and places of rows of a run's samples in a shard, the last first."""
+    shard = open_unfinished(entry.path) if entry.partial else open_shard(entry.path)
+    if shard is None:
+        return
+    dataset = ShardDataset(entry.path, [shard])  # which finds its neighbours
+    infos = [unpack_info(run) for run in shard.tables.runs]
+    mine = [i for i, info in enumerate(infos) if (info.run, info.rank) == key]
+    for row in np.flatnonzero(np.isin(shard.tables.c["sample.run"], mine))[::-1].tolist():
+        sample = Sample(dataset, shard, row)
+        if not any(uid != shard.header.uid for uid in sample.absent):
+            yield sample.token_ids, [Part(*p) for p in sample.stored]
 
 
 def _places(plan: WindowPlan, uid: bytes, first_chunk: int) -> dict[int, list[Part]]:

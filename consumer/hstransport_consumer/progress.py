@@ -12,7 +12,7 @@ import numpy as np
 from hstransport.errors import ProtocolError
 from hstransport.protocol import MAX_ID_BYTES, pack_info, unpack_info
 
-from .format import MAX_TOKENS, Frame
+from .format import MAX_SHARDS, MAX_TOKENS, Frame
 from .index import OpenSample, Part, Progress, RunState
 
 _PART = np.dtype("<u4")
@@ -55,9 +55,10 @@ def unpack_parts(frame: Frame, packed: Any, shards: Sequence[bytes]) -> list[Par
 
 def check_uids(frame: Frame, uids: Any) -> list[bytes]:
     """A list of uids out of a file."""
-    if not isinstance(uids, list) or not all(isinstance(u, bytes) and len(u) == 16 for u in uids):
+    few = isinstance(uids, list) and len(uids) <= MAX_SHARDS
+    if not few or not all(isinstance(u, bytes) and len(u) == 16 for u in uids):
         raise frame.corrupt("uids of shards are missing or malformed")
-    return uids
+    return list(uids)
 
 
 def unpack_progress(frame: Frame, data: bytes) -> Progress:

@@ -106,15 +106,20 @@ def read_unfinished(fd: int, path: Path, *, check_all: bool, check_last: bool) -
     head = read_head(fd, size, path)
     done = Unfinished(ShardIndex(head.header, head.progress), head.end)
     held: Record | None = None
+    meta = head.header.meta
     try:
-        for record in _whole(walk(fd, head.end, size, path, head.header.meta), done):
+        for record in _whole(walk(fd, head.end, size, path, meta), done):
             if held is not None:
                 _accept(done, held, fd, path, check_all)
             held = record
         if held is not None:
             _accept(done, held, fd, path, check_all or check_last)
     except CorruptShardError as e:
-        done.why = f"({e})"
+        # The record may have been taken in by half.
+        again = read_head(fd, size, path)
+        done = Unfinished(ShardIndex(again.header, again.progress), done.end, f"({e})")
+        for record in walk(fd, again.end, done.end, path, meta):
+            apply(done.index, record, path)
     return done
 
 

@@ -42,11 +42,12 @@ def verify_sample(
         absent = sample.absent
         excused = set(absent) if away is None else {uid for uid in absent if uid in away}
         report.parted += bool(excused)
-        for what in _problems(sample, shard, row, walked, excused):
-            report.note(shard.path, what, sample.id)
+        wrong = []
         if sample.start_shard not in excused:
-            for what in owners.wrong_refs(sample, excused):
-                report.note(shard.path, what, sample.id)
+            wrong = list(owners.wrong_refs(sample, excused))
+        # Rows that are not there cannot be looked at.
+        for what in wrong or _problems(sample, shard, row, walked, excused):
+            report.note(shard.path, what, sample.id)
     except (HsTransportError, FileNotFoundError, UnicodeDecodeError) as e:
         report.note(shard.path, str(e), f"#{row}")
 

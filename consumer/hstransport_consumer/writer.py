@@ -39,6 +39,9 @@ UNFINISHED_REASON = "unfinished"
 FULL_INDEX_BYTES = fmt.MAX_INDEX_BYTES // 4
 """A shard is finished when its index has so many bytes, however small its samples are."""
 
+FULL_SHARDS = fmt.MAX_SHARDS // 2
+"""And when its samples have parts in so many others."""
+
 
 def new_uid() -> bytes:
     """A shard's name for life."""
@@ -206,7 +209,7 @@ class DatasetWriter:
         try:
             result = self._write(self._begun[0])
         except BaseException:
-            self._prefixes.reset()
+            self._prefixes.take_back()
             self._begun.clear()
             self._packer.forget()
             raise
@@ -328,6 +331,7 @@ class DatasetWriter:
         except BaseException:
             self._out_of_step = file.size != before
             raise
+        self._prefixes.written()
         self._estimate = window.estimate
         result = WindowResult(
             ended,
@@ -378,7 +382,11 @@ class DatasetWriter:
 
     def _full(self) -> bool:
         assert self._file and self._index
-        return self._file.size >= self._shard_bytes or self._index.bytes >= FULL_INDEX_BYTES
+        return (
+            self._file.size >= self._shard_bytes
+            or self._index.bytes >= FULL_INDEX_BYTES
+            or len(self._index.shards) >= FULL_SHARDS
+        )
 
     def _shard(self) -> tuple[Appender, ShardIndex]:
         """The shard to write to; a full one is finished first."""

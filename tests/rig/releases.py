@@ -65,7 +65,7 @@ READS = {
         "rid origin_input_ids output_ids finished_len finished_reason is_retracted "
         "sampling_params multimodal_inputs input_embeds lora_id"
     ),
-    (f"{_SRT}.sampling.sampling_params", "SamplingParams"): "custom_params",
+    (f"{_SRT}.sampling.sampling_params", "SamplingParams"): "custom_params n max_new_tokens",
     (_BATCH, "ScheduleBatch"): "reqs forward_mode",
     (_BATCH, "BaseFinishReason"): "to_json",
     (_FORWARD, "ForwardBatch"): (
