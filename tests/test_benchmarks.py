@@ -70,6 +70,7 @@ def test_codec_smoke_has_its_figures(tmp_path):
     assert written["synthetic_zstd3_bytes_of_zstd3"] == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sglang
 def test_serving_smoke_has_its_figures_and_lost_nothing(tmp_path):
     written = smoke("serving.py", tmp_path / "serving.json")

@@ -238,9 +238,14 @@ def test_server_killed_in_mid_work_leaves_named_samples_and_no_ring(
     ("env", "told"),
     [
         ({"HSTRANSPORT_ROWS": "some"}, "HSTRANSPORT_ROWS='some': allowed are prompt and all"),
-        ({"HSTRANSPORT_LAYERS": "2,6"}, "layer 6 of LlamaForCausalLM cannot be captured"),
-        ({"ARGS": "--enable-torch-compile"}, "enable_torch_compile=True"),
-        ({"ARGS": "--dtype float32"}, "add --dtype bfloat16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                ({"HSTRANSPORT_LAYERS": "2,6"}, "layer 6 of LlamaForCausalLM cannot be captured"),
+                ({"ARGS": "--enable-torch-compile"}, "enable_torch_compile=True"),
+                ({"ARGS": "--dtype float32"}, "add --dtype bfloat16"),
+            ]
+        ),
     ],
 )
 def test_what_cannot_be_captured_stops_the_server_at_start(model_dir, ring_dir, env, told):

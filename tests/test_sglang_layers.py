@@ -25,7 +25,7 @@ def serve(servers, model, ring_dir, layers):
 
 
 # Captured by SGLang as a list and packed; dense, and MLA with experts.
-@pytest.mark.parametrize("model", ["llama", "dsv3"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("dsv3", marks=pytest.mark.exhaustive)])
 def test_layers_from_the_first_to_the_last_are_compared_and_captured(
     servers, model, tmp_path, ring_dir
 ):
@@ -48,6 +48,7 @@ def test_a_model_that_captures_without_the_residual_is_not_captured(servers, rin
     assert "layers 3 are those" not in log
 
 
+@pytest.mark.exhaustive
 def test_final_of_a_model_that_captures_other_layers_wrongly_is_captured(
     servers, tmp_path, ring_dir
 ):
