@@ -13,12 +13,11 @@ from . import codec
 from . import format as fmt
 from .appender import Transaction
 from .format import pack_frame, pack_map
-from .index import BiasRecord, ChunkRecord, EndRecord, Item, StartRecord, WindowRecord
-from .index import Part as Place
+from .index import BiasRecord, ChunkRecord, EndRecord, Item, Part, StartRecord, WindowRecord
 from .plan import ChunkPlan, WindowPlan
 from .progress import pack_parts
 
-Part = tuple[bytes, BiasRecord | StartRecord | EndRecord]
+Metadata = tuple[bytes, BiasRecord | StartRecord | EndRecord]
 """A metadata frame, and the record of it with its offset still to be filled in."""
 
 
@@ -129,7 +128,7 @@ def write_window(
     return WindowRecord(offset, out.end, run, first_seq, next_seq, tuple(items))
 
 
-def _put(out: Transaction, items: list[Item], parts: Iterable[Part]) -> None:
+def _put(out: Transaction, items: list[Item], parts: Iterable[Metadata]) -> None:
     """Write metadata frames together, and note where each is."""
     frames = []
     at = out.end
@@ -140,7 +139,7 @@ def _put(out: Transaction, items: list[Item], parts: Iterable[Part]) -> None:
     out.put(frames)
 
 
-def _before(plan: WindowPlan, bias: Bias | None) -> Iterator[Part]:
+def _before(plan: WindowPlan, bias: Bias | None) -> Iterator[Metadata]:
     if bias and bias.new:
         raw = {"rows": bias.rows, "table": bias.table.tobytes()}
         yield pack_map(fmt.BIAS, raw), BiasRecord(0, bias.rows)
@@ -150,7 +149,7 @@ def _before(plan: WindowPlan, bias: Bias | None) -> Iterator[Part]:
             yield pack_frame(fmt.START, meta), StartRecord(0, t.sid, t.start.id)
 
 
-def _ends(plan: WindowPlan) -> Iterator[Part]:
+def _ends(plan: WindowPlan) -> Iterator[Metadata]:
     for t in plan.touched.values():
         if t.end is not None and t.state is not None:
             _, meta = pack_event(t.end)
@@ -161,7 +160,7 @@ def _ends(plan: WindowPlan) -> Iterator[Part]:
             yield pack_map(fmt.END, raw), record
 
 
-def _places(refs: list[Place]) -> dict[str, Any]:
+def _places(refs: list[Part]) -> dict[str, Any]:
     """``refs`` and ``shards`` of an END."""
     uids: dict[bytes, int] = {}
     packed = pack_parts(refs, lambda uid: uids.setdefault(uid, len(uids)))

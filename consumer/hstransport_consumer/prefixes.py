@@ -391,7 +391,7 @@ def _samples_of(entry: Entry, key: Key) -> Iterator[tuple[TokenIds, list[Part]]]
     for row in np.flatnonzero(np.isin(shard.tables.c["sample.run"], mine))[::-1].tolist():
         sample = Sample(dataset, shard, row)
         if not any(uid != shard.header.uid for uid in sample.absent):
-            yield sample.token_ids, [Part(*p) for p in sample.stored]
+            yield sample.token_ids, sample.stored
 
 
 def _places(plan: WindowPlan, uid: bytes, first_chunk: int) -> dict[int, list[Part]]:

@@ -41,17 +41,6 @@ class _Piece(NamedTuple):
     at: int
 
 
-class Stored(NamedTuple):
-    """Consecutive rows of a sample and where they are."""
-
-    position: int
-    rows: int
-    shard: bytes
-    """uid"""
-    chunk: int
-    row: int
-
-
 class Sample:
     """A sample of a dataset. Ids, labels and token ids are read on first use, states each time."""
 
@@ -247,7 +236,7 @@ class Sample:
         # Memory is taken by this shape, and rows in the tables bound it; a file's tokens do not.
         return parts, planes, (stop - start, len(planes), self._dataset.info.hidden)
 
-    def _part(self, p: Stored, start: int, stop: int) -> _Piece:
+    def _part(self, p: Part, start: int, stop: int) -> _Piece:
         """The rows of ``p`` that lie in ``[start, stop)``."""
         shard = self._dataset.shard(p.shard)
         first, last = max(p.position, start), min(p.position + p.rows, stop)
@@ -280,7 +269,7 @@ class Sample:
         with p.shard.open() as fd:
             return p.shard.bias(fd, p.chunk)
 
-    def _check_covered(self, parts: Sequence[Stored], start: int, stop: int) -> None:
+    def _check_covered(self, parts: Sequence[Part], start: int, stop: int) -> None:
         at = start
         for p in parts:
             if p.position > at:
@@ -293,14 +282,14 @@ class Sample:
             )
 
     @cached_property
-    def stored(self) -> list[Stored]:
+    def stored(self) -> list[Part]:
         """All parts in order of position."""
         t = self._shard.tables
         span = t.segments(self._row)
         names = ("position", "rows", "shard", "chunk", "row")
         columns = [t.c[f"segment.{n}"][span.start : span.stop].tolist() for n in names]
         parts = [
-            Stored(position, rows, t.shards[shard], chunk, row)
+            Part(position, rows, t.shards[shard], chunk, row)
             for position, rows, shard, chunk, row in zip(*columns, strict=True)
         ]
         if any(a.position + a.rows > b.position for a, b in itertools.pairwise(parts)):
