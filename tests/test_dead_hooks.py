@@ -20,7 +20,7 @@ DEAD = [
 
 
 def exhaustive(case):
-    return pytest.param(*case, marks=pytest.mark.exhaustive)
+    return pytest.param(*case.values, id=case.id, marks=pytest.mark.exhaustive)
 
 
 def serve(model_dir, ring_dir, when, target, **env):
