@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hstransport_consumer import DatasetWriter, index, open_shards, plan, prefixes
+from hstransport_consumer import DatasetWriter, index, open_shards, plan, prefix_tree, prefixes
 from hstransport_consumer import writer as writer_module
 from hstransport_consumer.index import Part
-from hstransport_consumer.prefixes import PrefixTree
+from hstransport_consumer.prefix_tree import PrefixTree
 from hstransport_consumer.verify import verify
 from shard_kit import make_info
 
@@ -252,8 +252,8 @@ def test_rows_of_another_token_sequence_are_seen_by_verify(
     other = [*SYSTEM[:10], 55, *SYSTEM[11:], 5]
     server.cached.append(other)  # what the tree will be made to believe
     server.run([*other, 8], [9])
-    real = prefixes._common
-    monkeypatch.setattr(prefixes, "_common", lambda a, b: max(real(a, b), min(len(a), len(b))))
+    real = prefix_tree._common
+    monkeypatch.setattr(prefix_tree, "_common", lambda a, b: max(real(a, b), min(len(a), len(b))))
     write(server, tmp_path / "out", [3] * 3)
     findings = verify(tmp_path / "out").findings
     assert {(f.sample, "of other tokens" in f.what) for f in findings} == {("s2", True)}

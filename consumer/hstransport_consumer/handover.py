@@ -24,8 +24,7 @@ from pathlib import Path
 from hstransport.errors import ConfigError, HsTransportError
 
 from . import directory
-from .format import read_header
-from .shard import open_file
+from .shard import read_uid
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +147,7 @@ class Handover:
 
     def _hand_over(self, path: Path) -> None:
         try:
-            uid = _uid(path)
+            uid = read_uid(path)
             why = self._run(path)
             if not why:
                 directory.note_handed_over(self._directory, path.name, uid)
@@ -189,17 +188,9 @@ class Handover:
     @staticmethod
     def _was_handed(path: Path, handed: set[bytes]) -> bool:
         try:
-            return _uid(path) in handed
+            return read_uid(path) in handed
         except (HsTransportError, OSError):
             return False  # its command will say what is wrong with it
-
-
-def _uid(path: Path) -> bytes:
-    fd = open_file(path)
-    try:
-        return read_header(fd, os.fstat(fd).st_size, path)[0].uid
-    finally:
-        os.close(fd)
 
 
 def _signal(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Rows that several samples share: which tokens have been computed, and where their states are.
+"""Rows that several samples share: stored once, and found again by their tokens.
 
 A request whose first tokens the server's radix cache holds computes only the rest. The states of
 those first tokens were stored with the request that filled the cache, and follow from the tokens
@@ -7,8 +7,7 @@ alone: so they are found again by the tokens, as the server finds its cache, and
 
 from __future__ import annotations
 
-import heapq
-import itertools
+import contextlib
 import logging
 import os
 import time
@@ -16,26 +15,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from hstransport.errors import HsTransportError
 from hstransport.protocol import TokenIds, unpack_info
 
 from .directory import Entry, list_shards, partial_path, shard_path
-from .format import read_frame, read_header
+from .format import read_frame
 from .index import OpenSample, Part, RunState
 from .plan import Touched, WindowPlan
+from .prefix_tree import NODE_BYTES, PART_BYTES, TREE_BYTES, PrefixTree
 from .reader import ShardDataset
 from .sample import Sample
-from .shard import open_shard, open_unfinished
-from .states import Coverage, State
+from .shard import open_shard, open_unfinished, read_uid
+from .states import State
 from .walk import start_event
 
 logger = logging.getLogger(__name__)
 
-TREE_BYTES = 256 << 20
-"""Memory for the tokens of one run: about 50 million of them, more than a server's cache holds."""
-_NODE_BYTES, _PART_BYTES = 750, 150  # what Python takes for one
 _LEARN_S = 5.0
 """How long shards are looked into after a restart; the ring takes what comes meanwhile."""
 _MOST_SHARDS = 4096
@@ -43,149 +39,6 @@ _MOST_SHARDS = 4096
 
 Key = tuple[str, int]
 """Run and rank: each scheduler has a cache of its own."""
-
-
-class _Node:
-    """An edge of the tree: consecutive tokens after which no known sequence parts ways."""
-
-    __slots__ = ("children", "covered", "parent", "parts", "start", "tokens", "used")
-
-    def __init__(self, tokens: TokenIds, start: int, parent: _Node | None) -> None:
-        self.tokens = tokens
-        self.start = start
-        self.parent = parent
-        self.children: dict[int, _Node] = {}
-        self.parts: list[Part] = []
-        self.covered = Coverage()
-        self.used = 0
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.tokens)
-
-    @property
-    def bytes(self) -> int:
-        return self.tokens.nbytes + _NODE_BYTES + _PART_BYTES * len(self.parts)
-
-    def take(self, parts: Iterable[Part]) -> None:
-        """Note where rows of these tokens are, unless it is known."""
-        for p in _within(parts, self.start, self.stop):
-            for a, b in self.covered.missing(p.position, p.position + p.rows):
-                self.parts.append(_cut(p, a, b))
-                self.covered.add(a, b)
-        self.parts.sort()
-
-    def keep(self, parts: list[Part]) -> None:
-        self.parts = parts
-        self.covered = Coverage()
-        for p in parts:
-            self.covered.add(p.position, p.position + p.rows)
-
-
-class PrefixTree:
-    """A radix tree over token ids whose edges know where their tokens' rows are stored.
-
-    What was used longest ago is forgotten when it takes more than ``limit_bytes``.
-    """
-
-    def __init__(self, limit_bytes: int = TREE_BYTES) -> None:
-        self._root = _Node(np.empty(0, np.int32), 0, None)
-        self._limit_bytes = limit_bytes
-        self._clock = itertools.count(1)
-        self.bytes = 0
-
-    def add(self, tokens: TokenIds, parts: Sequence[Part]) -> None:
-        """Note where rows are of a sequence that begins with ``tokens``; those known stay."""
-        parts = list(_within(parts, 0, len(tokens)))
-        if not parts:
-            return
-        tokens = tokens[: max(p.position + p.rows for p in parts)]
-        now = next(self._clock)
-        node = self._root
-        while node.stop < len(tokens):
-            child = node.children.get(int(tokens[node.stop]))
-            if child is None:
-                child = _Node(tokens[node.stop :].astype(np.int32), node.stop, node)
-                node.children[int(child.tokens[0])] = child
-            else:
-                self.bytes -= child.bytes
-                same = _common(child.tokens, tokens[node.stop :])
-                if same < len(child.tokens):
-                    child = self._split(child, same)
-            child.used = now
-            child.take(parts)
-            self.bytes += child.bytes
-            node = child
-        if self.bytes > self._limit_bytes:
-            self._forget()
-
-    def find(
-        self, tokens: TokenIds, start: int, stop: int, here: Callable[[bytes], bool]
-    ) -> list[Part]:
-        """Where rows of the tokens ``start`` to ``stop - 1`` are, as far as that is known.
-
-        Parts in shards that are not ``here`` are forgotten.
-        """
-        found: list[Part] = []
-        now = next(self._clock)
-        node = self._root
-        while node.stop < stop:
-            child = node.children.get(int(tokens[node.stop]))
-            if child is None:
-                break
-            same = _common(child.tokens, tokens[node.stop : stop])
-            if not all(here(p.shard) for p in child.parts):
-                self.bytes -= child.bytes
-                child.keep([p for p in child.parts if here(p.shard)])
-                self.bytes += child.bytes
-            child.used = now
-            found += _within(child.parts, start, child.start + same)
-            if same < len(child.tokens):
-                break
-            node = child
-        return found
-
-    def _split(self, lower: _Node, at: int) -> _Node:
-        """Put a node above ``lower`` that has its first ``at`` tokens; returns that."""
-        upper = _Node(lower.tokens[:at].copy(), lower.start, lower.parent)
-        upper.used = lower.used
-        assert lower.parent is not None
-        lower.parent.children[int(upper.tokens[0])] = upper
-        upper.keep(list(_within(lower.parts, upper.start, upper.stop)))
-        lower.tokens, lower.start, lower.parent = lower.tokens[at:].copy(), upper.stop, upper
-        lower.keep(list(_within(lower.parts, lower.start, lower.stop)))
-        upper.children[int(lower.tokens[0])] = lower
-        self.bytes += lower.bytes
-        return upper
-
-    def take_back(self, shard: bytes, first_chunk: int) -> None:
-        """Forget parts in a shard's chunks from ``first_chunk`` on."""
-        for node in self._nodes():
-            kept = [p for p in node.parts if p.shard != shard or p.chunk < first_chunk]
-            if len(kept) < len(node.parts):
-                self.bytes -= node.bytes
-                node.keep(kept)
-                self.bytes += node.bytes
-
-    def _forget(self) -> None:
-        leaves = [(n.used, i, n) for i, n in enumerate(self._nodes()) if not n.children]
-        heapq.heapify(leaves)
-        number = itertools.count(len(leaves) + 1_000_000_000)  # nodes are not compared
-        while leaves and self.bytes > self._limit_bytes * 3 // 4:
-            _, _, leaf = heapq.heappop(leaves)
-            above = leaf.parent
-            assert above is not None
-            del above.children[int(leaf.tokens[0])]
-            self.bytes -= leaf.bytes
-            if not above.children and above is not self._root:
-                heapq.heappush(leaves, (above.used, next(number), above))
-
-    def _nodes(self) -> Iterator[_Node]:
-        stack = list(self._root.children.values())
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            yield node
 
 
 class Prefixes:
@@ -339,7 +192,7 @@ class Prefixes:
             try:
                 for tokens, parts in _samples_of(entry, key):
                     learned.append((tokens, parts))
-                    size += tokens.nbytes + _NODE_BYTES + _PART_BYTES * len(parts)
+                    size += tokens.nbytes + NODE_BYTES + PART_BYTES * len(parts)
                     if size > TREE_BYTES // 2 or time.monotonic() > deadline:
                         break
                 else:
@@ -371,13 +224,8 @@ class Prefixes:
         for entry in list_shards(self._directory):
             if entry.number in known:
                 continue
-            try:
-                with entry.path.open("rb", buffering=0) as file:
-                    size = os.fstat(file.fileno()).st_size
-                    header, _ = read_header(file.fileno(), size, entry.path)
-            except (HsTransportError, OSError):
-                continue
-            self._numbers[header.uid] = entry.number
+            with contextlib.suppress(HsTransportError, OSError):
+                self._numbers[read_uid(entry.path)] = entry.number
 
 
 def _samples_of(entry: Entry, key: Key) -> Iterator[tuple[TokenIds, list[Part]]]:
@@ -404,22 +252,3 @@ def _places(plan: WindowPlan, uid: bytes, first_chunk: int) -> dict[int, list[Pa
             places.setdefault(sid, []).append(part)
             row += piece.rows
     return places
-
-
-def _within(parts: Iterable[Part], start: int, stop: int) -> Iterator[Part]:
-    """What of the parts lies in ``[start, stop)``."""
-    for p in parts:
-        a, b = max(p.position, start), min(p.position + p.rows, stop)
-        if a < b:
-            yield _cut(p, a, b)
-
-
-def _cut(p: Part, start: int, stop: int) -> Part:
-    return Part(start, stop - start, p.shard, p.chunk, p.row + start - p.position)
-
-
-def _common(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
-    """Length of the common beginning."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if len(differ) else n

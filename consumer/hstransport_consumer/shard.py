@@ -136,6 +136,15 @@ def open_file(path: Path) -> int:
         raise
 
 
+def read_uid(path: Path) -> bytes:
+    """The uid in a shard's header; errors as those of :func:`open_shard`."""
+    fd = open_file(path)
+    try:
+        return read_header(fd, os.fstat(fd).st_size, path)[0].uid
+    finally:
+        os.close(fd)
+
+
 def open_shard(path: Path) -> Shard:
     """Open a finished shard.
 

@@ -6,13 +6,12 @@ import argparse
 import json
 from pathlib import Path
 
-from ..client.http import Server
 from ..doctor.finding import FAIL, WARN, Finding
 from ..doctor.run import Options, diagnose
 from ..errors import ConfigError, ServerError
 from ..session import check_session_name, default_root
+from . import access
 from .checks import positive_float
-from .extract import api_key
 
 HELP = "prove, on a running server, that its states are the right ones"
 DESCRIPTION = """\
@@ -58,26 +57,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="wait for the consumer until no sample came for this long (default: 30)",
     )
-    add(
-        "--timeout",
-        type=positive_float,
-        default=600.0,
-        metavar="SECONDS",
-        help="the longest to wait for an answer (default: 600)",
-    )
+    access.add_arguments(parser)
     add(
         "--trust-remote-code",
         action="store_true",
         help="run Python code that comes with the reference",
     )
-    add("--api-key-env", metavar="NAME", help="environment variable with the server's API key")
     add("--json", action="store_true", help="print one JSON object, at the end")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    server = Server(
-        arguments.server, timeout_s=arguments.timeout, api_key=api_key(arguments.api_key_env)
-    )
+    server = access.connect(arguments)
     options = Options(
         root=arguments.dir,
         session=None if arguments.session is None else check_session_name(arguments.session),

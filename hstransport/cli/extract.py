@@ -19,6 +19,7 @@ from ..client.progress import Progress, duration
 from ..client.prompts import BadPrompts, PromptFile, read_prompts
 from ..client.target import Refused, Target, Unreachable
 from ..errors import ConfigError
+from . import access
 from .checks import natural, positive_float, positive_int
 
 HELP = "run prompts through a model and see that each ends whole in a directory of shards"
@@ -79,13 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=2,
         help="further tries of a request that failed, or whose sample is not whole (default: 2)",
     )
-    add(
-        "--timeout",
-        type=positive_float,
-        default=600.0,
-        metavar="SECONDS",
-        help="the longest to wait for an answer (default: 600)",
-    )
+    access.add_arguments(parser)
     add(
         "--settle-timeout",
         type=positive_float,
@@ -104,11 +99,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trust-remote-code",
         action="store_true",
         help="run Python code that comes with the tokenizer",
-    )
-    add(
-        "--api-key-env",
-        metavar="NAME",
-        help="environment variable with the server's API key",
     )
     add("--json", action="store_true", help="print one JSON object in place of the summary")
     add("--quiet", action="store_true", help="no progress")
@@ -165,11 +155,9 @@ def _server(arguments: argparse.Namespace) -> tuple[Server, ModelInfo]:
         if getattr(arguments, name):
             what = "what follows --" if name == "engine" else f"--{name}"
             raise ConfigError(f"{what} needs --model: it is for the server or the consumer to set")
-    server = Server(
-        arguments.server, timeout_s=arguments.timeout, api_key=api_key(arguments.api_key_env)
-    )
+    target = access.connect(arguments)
     try:
-        return server, server.model_info()
+        return target, target.model_info()
     except Unreachable as e:
         raise Unreachable(
             f"no server answers at {arguments.server} ({e}): start it with HSTRANSPORT=1 python -m "
@@ -196,16 +184,6 @@ def _engine(arguments: argparse.Namespace, progress: Progress) -> tuple[LocalEng
         say=progress.say,
     )
     return engine, ModelInfo(arguments.model, arguments.model)
-
-
-def api_key(name: str | None) -> str | None:
-    """The key in the environment variable ``name``; ConfigError if there is none."""
-    if name is None:
-        return None
-    key = os.environ.get(name)
-    if not key:
-        raise ConfigError(f"--api-key-env {name}: that environment variable is not set")
-    return key
 
 
 def _warn_of_renamed(found: PromptFile) -> None:
