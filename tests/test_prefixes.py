@@ -159,19 +159,6 @@ def test_turns_of_a_chat_refer_to_generated_tokens_of_the_turn_before(tmp_path: 
     check(tmp_path / "out", server)
 
 
-def test_surplus_rows_are_nobodys(tmp_path: Path) -> None:
-    """The overlap scheduler computes a row of the last token, which the sample ends before."""
-    server = CachingServer()
-    first = server.begin(SYSTEM, [7, 8])
-    server.compute((first, 30))
-    server.compute((first, 2))  # a row too many
-    server.finish(first)
-    server.cached.append([*SYSTEM, 7, 8])  # what SGLang's cache would not say
-    server.run([*SYSTEM, 7, 8, 5], [9])
-    write(server, tmp_path / "out", [100])
-    check(tmp_path / "out", server, missing=("s1",))
-
-
 def test_the_prompt_of_a_request_that_still_runs_is_found(tmp_path: Path) -> None:
     server = CachingServer()
     long = server.begin([*SYSTEM, 1], [7] * 20)

@@ -81,7 +81,6 @@ class Prefixes:
                 if len(t.end.output):  # until now nobody knew which tokens its last rows are of
                     parts = [*(opened.parts if opened else ()), *parts]
                     tokens = np.concatenate([prompt, t.end.output])
-                tokens = tokens[: t.end.tokens]  # rows behind are surplus, and no part of it
                 ended.append((t, tokens))
             tree.add(tokens, parts)
         present: dict[bytes, bool] = {}
