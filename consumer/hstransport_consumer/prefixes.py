@@ -80,6 +80,8 @@ class Prefixes:
             if t.end is not None:
                 if len(t.end.output):  # until now nobody knew which tokens its last rows are of
                     parts = [*(opened.parts if opened else ()), *parts]
+                    # The overlap scheduler computes the last token too, and caches it: that row is
+                    # surplus in this sample and may be the next one's.
                     tokens = np.concatenate([prompt, t.end.output])
                 ended.append((t, tokens))
             tree.add(tokens, parts)
