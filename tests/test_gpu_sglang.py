@@ -15,6 +15,8 @@ from rig.consumer import ConsumerProcess, all_samples
 from rig.gpu_server import GpuServer
 from rig.states import ask, ask_all, cosines, floats, returned
 
+from hstransport.cli import main
+
 pytestmark = [pytest.mark.gpu, pytest.mark.sglang]
 
 CHUNK, LARGEST_GRAPH, NEW = 256, 8, 24
@@ -172,6 +174,41 @@ def test_prefixes_out_of_the_radix_cache_are_stored_once(server, consumer):
         alone = consumer.wait_for([f"alone-{name}"])[f"alone-{name}"]
         same = cosines(floats(samples[name].hidden_states), floats(alone.hidden_states))
         assert same.min() >= SAME
+
+
+def test_doctor_finds_nothing_wrong(server, model, module_ring_dir, capsys):
+    where = ("--server", server.url, "--dir", module_ring_dir, "--reference", model[0])
+    status = main(["doctor", *map(str, where), "--json"])
+    findings = {f["name"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
+    assert {f["status"] for f in findings.values()} == {"ok"}, findings
+    assert {"layers", "batch", "prefix", "lm_head", "norm"} - findings.keys() == {"layers"}
+    assert sum(name.startswith("layer ") for name in findings) == 3
+    assert status == 0
+
+
+def test_an_engine_of_its_own_gives_the_servers_samples(
+    server, consumer, model, tmp_path, monkeypatch
+):
+    """``extract --model`` with the server's arguments, one request at a time: bit for bit."""
+    requests = prompts("own-", 5, seed=9)
+    path, out, rings = tmp_path / "prompts.jsonl", tmp_path / "own", tmp_path / "rings"
+    path.write_text(
+        "".join(json.dumps({"id": i, "input_ids": p}) + "\n" for i, p in requests.items())
+    )
+    rings.mkdir(mode=0o700)
+    monkeypatch.setenv("HSTRANSPORT_DIR", str(rings))
+    monkeypatch.setenv("HSTRANSPORT_RING_BYTES", "256MiB")
+    extract = ["extract", "--prompts", path, "--concurrency", "1", "--max-new-tokens", str(NEW)]
+    extract += ["--model", model[0], "--out", out, "--rows", "all", "--", *server.arguments]
+    assert main(list(map(str, extract))) == 0
+    for name, ids in requests.items():
+        ask(server, name, ids, max_new_tokens=NEW)
+    theirs, mine = consumer.wait_for(requests), {s.id: s for s in all_samples(out)}
+    assert mine.keys() == requests.keys()
+    for name, sample in mine.items():
+        assert sample.token_ids.tolist() == theirs[name].token_ids.tolist()
+        assert np.array_equal(sample.hidden_states, theirs[name].hidden_states), name
+    assert not list(rings.iterdir())
 
 
 def test_a_prompt_of_32k_tokens_in_chunks_of_2048(model, ring_dir, tmp_path):

@@ -147,6 +147,11 @@ class SGLangServer:
         """GET a JSON page, such as ``/server_info``."""
         return _answer(urllib.request.Request(f"{self.url}{path}"), timeout_s)
 
+    @property
+    def arguments(self) -> list[str]:
+        """What it was told beside the model's path and the address."""
+        return self._command[self._command.index("--port") + 2 :]
+
     def pid(self) -> int:
         """The process that was started: the HTTP server and tokenizer manager."""
         if self._process is None:
