@@ -187,16 +187,15 @@ def test_doctor_finds_nothing_wrong(server, model, module_ring_dir, capsys):
 
 
 def test_an_engine_of_its_own_gives_the_servers_samples(
-    server, consumer, model, tmp_path, monkeypatch
+    server, consumer, model, ring_dir, tmp_path, monkeypatch
 ):
     """``extract --model`` with the server's arguments, one request at a time: bit for bit."""
     requests = prompts("own-", 5, seed=9)
-    path, out, rings = tmp_path / "prompts.jsonl", tmp_path / "own", tmp_path / "rings"
+    path, out = tmp_path / "prompts.jsonl", tmp_path / "own"
     path.write_text(
         "".join(json.dumps({"id": i, "input_ids": p}) + "\n" for i, p in requests.items())
     )
-    rings.mkdir(mode=0o700)
-    monkeypatch.setenv("HSTRANSPORT_DIR", str(rings))
+    monkeypatch.setenv("HSTRANSPORT_DIR", str(ring_dir))
     monkeypatch.setenv("HSTRANSPORT_RING_BYTES", "256MiB")
     extract = ["extract", "--prompts", path, "--concurrency", "1", "--max-new-tokens", str(NEW)]
     extract += ["--model", model[0], "--out", out, "--rows", "all", "--", *server.arguments]
@@ -208,7 +207,7 @@ def test_an_engine_of_its_own_gives_the_servers_samples(
     for name, sample in mine.items():
         assert sample.token_ids.tolist() == theirs[name].token_ids.tolist()
         assert np.array_equal(sample.hidden_states, theirs[name].hidden_states), name
-    assert not list(rings.iterdir())
+    assert not list(ring_dir.iterdir())
 
 
 def test_a_prompt_of_32k_tokens_in_chunks_of_2048(model, ring_dir, tmp_path):
