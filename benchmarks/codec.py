@@ -66,13 +66,13 @@ class Ours:
         if self._packed:
             return
         for pieces in self._chunks:
-            sizes, data = codec.encode_chunk(pieces, self._bias, self._buffer)
-            self._packed.append((sizes, memoryview(bytes(data))))
+            sizes, frames = codec.encode_chunk(pieces, self._bias, self._buffer)
+            self._packed.append((sizes, memoryview(b"".join(frames))))
 
     def pack(self) -> int:
         size = self._bias.nbytes
         for pieces in self._chunks:
-            size += len(codec.encode_chunk(pieces, self._bias, self._buffer).data)
+            size += sum(codec.encode_chunk(pieces, self._bias, self._buffer).sizes)
         return size
 
     def unpack(self) -> None:

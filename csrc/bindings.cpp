@@ -3,11 +3,15 @@
 #include "bindings.h"
 
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstdint>
+#include <tuple>
+#include <vector>
 
 #include "check.h"
 #include "codec.h"
+#include "pack.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -51,6 +55,9 @@ static void translate(const std::exception_ptr& thrown, void*) {
 // type or layout into a copy, and what is written into the copy is lost.
 using Bytes = nb::ndarray<uint8_t, nb::c_contig, nb::device::cpu>;
 using ConstBytes = nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>;
+
+using ConstPlanes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Pieces = nb::ndarray<const uint64_t, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
 
 // The gate for addresses: what the kernels assume is checked here.
 static void check_words(uintptr_t address, uint64_t rows, uint64_t hidden, uint64_t stride_bytes) {
@@ -98,6 +105,38 @@ void bind_codec(nb::module_& m) {
       },
       "exponents"_a.noconvert(), "mantissas"_a.noconvert(), "bias"_a.noconvert(), "dst_addr"_a,
       "rows"_a, "hidden"_a, "dst_stride_bytes"_a, "The exact inverse of split_planes.");
+  m.def("packed_bound", &packed_bound, "size"_a,
+        "Bytes of memory that each frame of a plane of so many words needs to be packed.");
+  m.def(
+      "pack_chunk",
+      [](const Pieces& pieces, const ConstPlanes& bias, const Bytes& out) {
+        const uint64_t planes = bias.shape(0), hidden = bias.shape(1);
+        check(hidden >= 1, Fault::kConfig, "hidden=0: there is nothing to pack");
+        std::vector<Piece> parts(pieces.shape(0));
+        uint64_t rows = 0;
+        for (size_t i = 0; i < parts.size(); ++i) {
+          const uint64_t* p = pieces.data() + 4 * i;
+          parts[i] = {reinterpret_cast<const uint8_t*>(p[0]), p[1], p[2], p[3]};
+          check_words(p[0], p[3], hidden, p[2]);
+          check(p[1] % 2 == 0, Fault::kConfig, "plane_bytes=", p[1], ": must be even");
+          rows += p[3];
+        }
+        check(rows < uint64_t{1} << 32, Fault::kConfig, "rows=", rows, ": must be less than 2**32");
+        const size_t bound = packed_bound(rows * hidden);
+        check_size("out", out.size(), 2 * planes * bound);
+        std::vector<uint64_t> sizes(2 * planes);
+        {
+          nb::gil_scoped_release unlocked;
+          for (uint64_t k = 0; k < planes; ++k) {
+            uint8_t* at = out.data() + 2 * k * bound;
+            std::tie(sizes[2 * k], sizes[2 * k + 1]) =
+                pack_plane(parts, k, hidden, bias.data() + k * hidden, at, at + bound);
+          }
+        }
+        return sizes;
+      },
+      "pieces"_a.noconvert(), "bias"_a.noconvert(), "out"_a.noconvert(),
+      "Pack the planes of a chunk into zstd frames.");
   m.def(
       "median_exponents",
       [](uintptr_t src_addr, uint64_t rows, uint64_t hidden, uint64_t src_stride_bytes) {

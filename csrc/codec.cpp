@@ -16,12 +16,21 @@ namespace hst {
 #endif
 
 HST_ROW_KERNEL split_row(const uint16_t* __restrict src, size_t n, const uint8_t* __restrict bias,
-                         uint8_t* __restrict exponents, uint8_t* __restrict mantissas) {
+                         uint8_t* __restrict exponents, uint8_t* __restrict mantissas,
+                         ExponentRange& range) {
+  uint8_t lowest = range.lowest, highest = range.highest;
   for (size_t i = 0; i < n; ++i) {
     const uint16_t x = src[i];
-    exponents[i] = static_cast<uint8_t>((x >> 7) - bias[i]);
+    const uint8_t exponent = static_cast<uint8_t>((x >> 7) - bias[i]);
+    const uint8_t shifted = static_cast<uint8_t>(exponent + 128);
+    const uint8_t zero = static_cast<uint8_t>((x & 0x7fff) == 0 ? 255 : 0);
+    const uint8_t low = shifted | zero, high = shifted & static_cast<uint8_t>(~zero);
+    lowest = low < lowest ? low : lowest;
+    highest = high > highest ? high : highest;
+    exponents[i] = exponent;
     mantissas[i] = static_cast<uint8_t>((x & 127) | (x >> 8 & 128));
   }
+  range = {lowest, highest};
 }
 
 HST_ROW_KERNEL join_row(const uint8_t* __restrict exponents, const uint8_t* __restrict mantissas,
@@ -33,13 +42,16 @@ HST_ROW_KERNEL join_row(const uint8_t* __restrict exponents, const uint8_t* __re
   }
 }
 
-#define HST_SPLIT_ROWS(name, attributes)                                                     \
-  attributes static void name(const uint8_t* src, size_t rows, size_t hidden, size_t stride, \
-                              const uint8_t* bias, uint8_t* exponents, uint8_t* mantissas) { \
-    for (size_t r = 0; r < rows; ++r) {                                                      \
-      split_row(reinterpret_cast<const uint16_t*>(src + r * stride), hidden, bias,           \
-                exponents + r * hidden, mantissas + r * hidden);                             \
-    }                                                                                        \
+#define HST_SPLIT_ROWS(name, attributes)                                                       \
+  attributes static ExponentRange name(const uint8_t* src, size_t rows, size_t hidden,         \
+                                       size_t stride, const uint8_t* bias, uint8_t* exponents, \
+                                       uint8_t* mantissas) {                                   \
+    ExponentRange range;                                                                       \
+    for (size_t r = 0; r < rows; ++r) {                                                        \
+      split_row(reinterpret_cast<const uint16_t*>(src + r * stride), hidden, bias,             \
+                exponents + r * hidden, mantissas + r * hidden, range);                        \
+    }                                                                                          \
+    return range;                                                                              \
   }
 #define HST_JOIN_ROWS(name, attributes)                                                      \
   attributes static void name(const uint8_t* exponents, const uint8_t* mantissas,            \
@@ -62,12 +74,12 @@ static const bool kAvx2 = [] {
 }();
 #endif
 
-void split_planes(const uint8_t* src, size_t rows, size_t hidden, size_t stride_bytes,
-                  const uint8_t* bias, uint8_t* exponents, uint8_t* mantissas) {
+ExponentRange split_planes(const uint8_t* src, size_t rows, size_t hidden, size_t stride_bytes,
+                           const uint8_t* bias, uint8_t* exponents, uint8_t* mantissas) {
 #ifdef HST_HAVE_AVX2
   if (kAvx2) return split_avx2(src, rows, hidden, stride_bytes, bias, exponents, mantissas);
 #endif
-  split_any(src, rows, hidden, stride_bytes, bias, exponents, mantissas);
+  return split_any(src, rows, hidden, stride_bytes, bias, exponents, mantissas);
 }
 
 void join_planes(const uint8_t* exponents, const uint8_t* mantissas, const uint8_t* bias,

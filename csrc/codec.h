@@ -12,8 +12,16 @@
 
 namespace hst {
 
-void split_planes(const uint8_t* src, size_t rows, size_t hidden, size_t stride_bytes,
-                  const uint8_t* bias, uint8_t* exponents, uint8_t* mantissas);
+// Exponent bytes of words other than 0.0, as signed numbers plus 128.
+struct ExponentRange {
+  uint8_t lowest = 255, highest = 0;
+  void add(ExponentRange other) {
+    lowest = other.lowest < lowest ? other.lowest : lowest;
+    highest = other.highest > highest ? other.highest : highest;
+  }
+};
+ExponentRange split_planes(const uint8_t* src, size_t rows, size_t hidden, size_t stride_bytes,
+                           const uint8_t* bias, uint8_t* exponents, uint8_t* mantissas);
 void join_planes(const uint8_t* exponents, const uint8_t* mantissas, const uint8_t* bias,
                  uint8_t* dst, size_t rows, size_t hidden, size_t stride_bytes);
 // The lower median of each column's exponents. rows >= 1.

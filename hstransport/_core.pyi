@@ -157,6 +157,19 @@ def join_planes(
 ) -> None:
     """The exact inverse of :func:`split_planes`."""
 
+def packed_bound(size: int) -> int:
+    """Bytes of memory in which :func:`pack_chunk` may write a frame of ``size`` decoded bytes."""
+
+def pack_chunk(pieces: npt.NDArray[np.uint64], bias: _Bytes, out: Any) -> list[int]:
+    """Pack the planes of a chunk into zstd frames; returns the bytes of each.
+
+    ``pieces`` is uint64 ``[n, 4]``: address of a piece's first row in the first plane, bytes from
+    plane to plane, bytes from row to row, rows. ``bias`` is uint8 ``[planes, hidden]``. ``out`` is
+    writable: frame i, of exponents or sign+mantissa bytes in turns, begins at ``i *
+    packed_bound(rows * hidden)``, and there are ``2 * planes`` of them. Releases the GIL.
+    ConfigError if a size, stride or alignment does not fit.
+    """
+
 def median_exponents(src_addr: int, rows: int, hidden: int, src_stride_bytes: int) -> _Bytes:
     """The lower median of each column's exponents, uint8[hidden]; ``rows`` >= 1."""
 

@@ -14,7 +14,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import zstandard
 from hstransport_consumer import DatasetWriter, open_shards, writer
 from hstransport_consumer.verify import verify
 from shard_kit import make_info
@@ -82,15 +81,14 @@ def content(directory: Path) -> list[dict]:
     ]
 
 
-def test_golden_shards_read_as_they_did() -> None:
-    assert content(GOLDEN) == json.loads((GOLDEN / "content.json").read_text())
-    assert verify(GOLDEN).ok
+@pytest.mark.parametrize("folder", ["", "exponents-by-libzstd"])
+def test_golden_shards_read_as_they_did(folder: str) -> None:
+    """Also with exponents that libzstd packed: any zstd frame will do."""
+    assert content(GOLDEN / folder) == json.loads((GOLDEN / "content.json").read_text())
+    assert verify(GOLDEN / folder).ok
 
 
 def test_golden_bytes_are_written_again(tmp_path: Path) -> None:
-    expected = json.loads((GOLDEN / "zstd.json").read_text())
-    if list(zstandard.ZSTD_VERSION) != expected:
-        pytest.skip(f"zstd {zstandard.ZSTD_VERSION} may pack otherwise than {expected}")
     write(tmp_path)
     for name in SHARDS:
         assert (tmp_path / name).read_bytes() == (GOLDEN / name).read_bytes(), name
@@ -113,7 +111,6 @@ def main() -> None:
     for name in SHARDS:
         shutil.copy(directory / name, GOLDEN / name)
     (GOLDEN / "content.json").write_text(json.dumps(content(GOLDEN), indent=1) + "\n")
-    (GOLDEN / "zstd.json").write_text(json.dumps(list(zstandard.ZSTD_VERSION)) + "\n")
     shutil.rmtree(directory)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -64,7 +64,10 @@ class Appender:
         """
         transaction = Transaction(self._fd, self.size)
         try:
-            yield transaction
+            try:
+                yield transaction
+            finally:
+                transaction.wait()  # whatever happened: nobody writes behind the cut
             if self._durable:
                 os.fdatasync(self._fd)
         except OSError as e:
@@ -136,6 +139,7 @@ class Transaction:
 
     def __init__(self, fd: int, end: int) -> None:
         self._fd = fd
+        self._writing: list[Future[int]] = []
         self.end = end
 
     def leave(self, size: int) -> int:
@@ -146,6 +150,20 @@ class Transaction:
 
     def put(self, buffers: Sequence[Buffer]) -> None:
         self.end = _write_all(self._fd, buffers, self.end)
+
+    def put_by(self, pool: Executor, buffers: Sequence[Buffer]) -> Future[int]:
+        """As :meth:`put`, by a thread of ``pool``; the buffers are read until it is done."""
+        at = self.leave(sum(map(len, buffers)))
+        future = pool.submit(_write_all, self._fd, buffers, at)
+        self._writing.append(future)
+        return future
+
+    def wait(self) -> None:
+        """Until all that was put is written. Raises the first OSError once none is under way."""
+        wait(self._writing)
+        writing, self._writing = self._writing, []
+        for future in writing:
+            future.result()
 
     def fill(self, at: int, data: bytes) -> None:
         """Write into room that was left."""

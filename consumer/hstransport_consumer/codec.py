@@ -1,8 +1,8 @@
 """The one gate to the native codec and to zstd: checks arrays, passes addresses.
 
 A bf16 word x becomes an exponent byte ``(x >> 7 & 255) - bias[plane, channel]`` (mod 256), which
-zstd packs as a Huffman coder, and a sign+mantissa byte ``x & 127 | x >> 8 & 128``, which no coder
-can shrink and which is stored in raw blocks.
+is Huffman-coded, and a sign+mantissa byte ``x & 127 | x >> 8 & 128``, which no coder can shrink
+and which is stored in raw blocks. Frames are written by native code and read by zstd.
 """
 
 from __future__ import annotations
@@ -19,19 +19,6 @@ from hstransport import _core
 
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
-
-# Match search on exponents only harms, and a larger hash table costs both ratio and speed.
-_EXPONENTS = zstandard.ZstdCompressionParameters.from_level(
-    1,
-    window_log=17,
-    hash_log=6,
-    min_match=7,
-    strategy=zstandard.STRATEGY_FAST,
-    write_checksum=True,
-    write_content_size=True,
-)
-# So negative a level never looks for anything: raw blocks at the speed of memcpy.
-_RAW_LEVEL = -131072
 
 
 class Source(NamedTuple):
@@ -54,42 +41,35 @@ class Piece(NamedTuple):
     rows: int
 
 
-class _Local(threading.local):
-    """What a thread keeps: zstd contexts are not for sharing, and scratch is not for allocating."""
-
-    def __init__(self) -> None:
-        self.exponents = zstandard.ZstdCompressor(compression_params=_EXPONENTS)
-        self.raw = zstandard.ZstdCompressor(
-            level=_RAW_LEVEL, write_checksum=True, write_content_size=True
-        )
-        self.unpack = zstandard.ZstdDecompressor()
-        self.scratch = np.empty((2, 0), np.uint8)
-
-
 class Packed(NamedTuple):
     """Data frames of a chunk, in the memory of a :class:`FrameBuffer`."""
 
     sizes: tuple[int, ...]
     """Bytes of each: exponents and sign+mantissa of each plane in order."""
-    data: memoryview
-    """All of them, one after another."""
+    frames: list[memoryview]
 
 
 class FrameBuffer:
     """Memory for the frames of one chunk at a time.
 
-    It is used again and again: zstd's own output objects would be fresh memory each time, and to
-    touch that costs as much as the packing itself.
+    It is used again and again: to touch fresh memory costs as much as the packing itself.
     """
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
 
     def reserve(self, size: int) -> U8:
-        """At least ``size`` bytes; what was in them before is void."""
+        """``size`` bytes; what was in them before is void."""
         if len(self._memory) < size:
             self._memory = np.empty(size, np.uint8)
-        return self._memory
+        return self._memory[:size]
+
+
+class _Local(threading.local):
+    """What a thread keeps: zstd contexts are not for sharing."""
+
+    def __init__(self) -> None:
+        self.unpack = zstandard.ZstdDecompressor()
 
 
 _local = _Local()
@@ -113,38 +93,15 @@ def encode_chunk(pieces: Sequence[Piece], bias: U8, buffer: FrameBuffer) -> Pack
     Releases the GIL in all that takes time.
     """
     planes, hidden = bias.shape
-    size = sum(p.rows for p in pieces) * hidden
-    if _local.scratch.shape[1] < size:
-        _local.scratch = np.empty((2, size), np.uint8)
-    exponents, mantissas = _local.scratch[:, :size]
-    memory = buffer.reserve(2 * planes * max_frame_bytes(size))
-    sizes: list[int] = []
-    end = 0
-    for plane in range(planes):
-        _split(pieces, plane, bias[plane], exponents, mantissas)
-        for coder, data in ((_local.exponents, exponents), (_local.raw, mantissas)):
-            n = coder.stream_reader(data, size=size).readinto(memory[end:])
-            sizes.append(n)
-            end += n
-    return Packed(tuple(sizes), memory[:end].data)
-
-
-def _split(pieces: Sequence[Piece], plane: int, bias: U8, exponents: U8, mantissas: U8) -> None:
-    """Gather one plane of ``pieces``, split into bytes."""
-    hidden = len(bias)
-    at = 0
-    for p in pieces:
-        end = at + p.rows * hidden
-        _core.split_planes(
-            p.source.address + plane * p.source.plane_bytes + p.row * p.source.row_bytes,
-            p.rows,
-            hidden,
-            p.source.row_bytes,
-            bias,
-            exponents[at:end],
-            mantissas[at:end],
-        )
-        at = end
+    room = _core.packed_bound(sum(p.rows for p in pieces) * hidden)
+    memory = buffer.reserve(2 * planes * room)
+    places = [
+        (s.address + first * s.row_bytes, s.plane_bytes, s.row_bytes, rows)
+        for s, first, _, rows in pieces
+    ]
+    sizes = _core.pack_chunk(np.array(places, np.uint64), bias, memory)
+    view = memory.data
+    return Packed(tuple(sizes), [view[i * room : i * room + n] for i, n in enumerate(sizes)])
 
 
 def median_exponents(pieces: Sequence[Piece], planes: int, hidden: int) -> U8:

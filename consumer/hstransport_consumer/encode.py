@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, NamedTuple
 
 from hstransport.protocol import pack_event
@@ -34,19 +35,21 @@ class Bias(NamedTuple):
 
 
 class Packer:
-    """Packs chunks on a number of threads, ahead of the one who writes them.
+    """Packs chunks on a number of threads, ahead of the one who has them written.
 
-    Chunks come back in the order in which they were passed. Two buffers for each thread and one
-    that is being written bound the memory: a thread that is done goes on while an earlier chunk
-    is still packed or written.
+    Chunks come back in the order in which they were passed, and are written by threads of their
+    own: a third as many, since a write takes a third of the time of packing. Two buffers for each
+    thread and one bound the memory: a thread that is done goes on while an earlier chunk is still
+    packed or written.
     """
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "hstransport-pack")
+        self._writers = ThreadPoolExecutor(-(-threads // 3), "hstransport-write")
         self._free = [codec.FrameBuffer() for _ in range(2 * threads + 1)]
         self._waiting: deque[tuple[ChunkPlan, codec.U8]] = deque()
         self._ahead: deque[tuple[Future[codec.Packed], codec.FrameBuffer]] = deque()
-        self._lent: codec.FrameBuffer | None = None
+        self._writing: deque[tuple[Future[int], codec.FrameBuffer]] = deque()
         self.depth = len(self._free)
         """Chunks that may be packed and not written yet."""
 
@@ -55,30 +58,42 @@ class Packer:
         self._waiting.extend((chunk, table) for chunk in chunks)
         self._start()
 
-    def next(self) -> codec.Packed:
-        """The oldest chunk's frames; they are valid until the next are asked for."""
-        self._take_back()
+    def write_next(self, out: Transaction, head: Callable[[codec.Packed], bytes]) -> codec.Packed:
+        """Have the oldest chunk's frames written behind ``head`` of them; ``out`` waits for it."""
+        while not self._ahead:  # all buffers are being written
+            self._take_back(wait_for_one=True)
+            self._start()
+        future, buffer = self._ahead.popleft()
+        try:
+            packed = future.result()
+        except BaseException:
+            self._free.append(buffer)
+            raise
+        write = out.put_by(self._writers, [head(packed), *packed.frames])
+        self._writing.append((write, buffer))
         self._start()
-        future, self._lent = self._ahead.popleft()
-        return future.result()
+        return packed
 
     def forget(self) -> None:
         """Drop all chunks; nobody is at work on the caller's rows, or on a buffer, afterwards."""
         self._waiting.clear()
-        self._take_back()
         for future, _ in self._ahead:
             future.cancel()
         wait([future for future, _ in self._ahead])
-        self._free += [buffer for _, buffer in self._ahead]
+        wait([future for future, _ in self._writing])
+        self._free += [buffer for _, buffer in [*self._ahead, *self._writing]]
         self._ahead.clear()
+        self._writing.clear()
 
     def close(self) -> None:
         self.forget()
         self._pool.shutdown()
+        self._writers.shutdown()
 
     def _start(self) -> None:
         # A chunk gets its buffer before its thread: chunks that wait for one another never hold
         # the buffers that the oldest of them needs.
+        self._take_back()
         while self._free and self._waiting:
             chunk, table = self._waiting.popleft()
             buffer = self._free.pop()
@@ -86,10 +101,12 @@ class Packer:
             future = self._pool.submit(codec.encode_chunk, pieces, table, buffer)
             self._ahead.append((future, buffer))
 
-    def _take_back(self) -> None:
-        if self._lent is not None:
-            self._free.append(self._lent)
-            self._lent = None
+    def _take_back(self, *, wait_for_one: bool = False) -> None:
+        """Buffers of chunks that are written, well or not: that the transaction says."""
+        if wait_for_one:
+            wait([self._writing[0][0]])
+        while self._writing and self._writing[0][0].done():
+            self._free.append(self._writing.popleft()[1])
 
 
 def write_window(
@@ -110,22 +127,24 @@ def write_window(
     _put(out, items, _before(plan, bias))
     if bias is not None:
         for chunk in plan.chunks:
-            packed = packer.next()
-            segments = tuple(chunk.segments)
             raw = {
                 "rows": chunk.rows,
                 "bias": bias.number,
-                "seg": [x for s in segments for x in s],
-                "sizes": list(packed.sizes),
+                "seg": [x for s in chunk.segments for x in s],
             }
-            head = pack_map(fmt.CHUNK, raw)
-            at = out.end + len(head)
+            packed = packer.write_next(out, partial(_head, raw))
+            at = out.end - sum(packed.sizes)
+            segments = tuple(chunk.segments)
             items.append(ChunkRecord(at, chunk.rows, bias.number, packed.sizes, segments))
-            out.put([head, packed.data])
     _put(out, items, _ends(plan))
+    out.wait()
     size = out.end - offset - fmt.WINDOW_HEAD_BYTES
     out.fill(offset, fmt.pack_window(run, first_seq, next_seq, size))
     return WindowRecord(offset, out.end, run, first_seq, next_seq, tuple(items))
+
+
+def _head(raw: dict[str, Any], packed: codec.Packed) -> bytes:
+    return pack_map(fmt.CHUNK, raw | {"sizes": list(packed.sizes)})
 
 
 def _put(out: Transaction, items: list[Item], parts: Iterable[Metadata]) -> None:
