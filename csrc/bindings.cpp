@@ -105,6 +105,38 @@ void bind_codec(nb::module_& m) {
       },
       "exponents"_a.noconvert(), "mantissas"_a.noconvert(), "bias"_a.noconvert(), "dst_addr"_a,
       "rows"_a, "hidden"_a, "dst_stride_bytes"_a, "The exact inverse of split_planes.");
+  m.def(
+      "join_raw_frame",
+      [](const ConstBytes& exponents, const ConstBytes& frame, const ConstBytes& bias,
+         uintptr_t dst_addr, uint64_t rows, uint64_t hidden, uint64_t dst_stride_bytes) {
+        check_words(dst_addr, rows, hidden, dst_stride_bytes);
+        check_size("bias", bias.size(), hidden);
+        check_size("exponents", exponents.size(), rows * hidden);
+        Unpacked how;
+        {
+          nb::gil_scoped_release unlocked;
+          how =
+              join_raw_frame(exponents.data(), frame.data(), frame.size(), bias.data(),
+                             reinterpret_cast<uint8_t*>(dst_addr), rows, hidden, dst_stride_bytes);
+        }
+        if (how == Unpacked::kWrongSum) throw nb::value_error("the checksum does not match");
+        return how == Unpacked::kWell;
+      },
+      "exponents"_a.noconvert(), "frame"_a.noconvert(), "bias"_a.noconvert(), "dst_addr"_a,
+      "rows"_a, "hidden"_a, "dst_stride_bytes"_a,
+      "join_planes, with the sign+mantissa bytes in a zstd frame of raw blocks.");
+  m.def(
+      "odd_rows",
+      [](uintptr_t src_addr, uint64_t rows, uint64_t hidden, uint64_t src_stride_bytes,
+         const Bytes& odd) {
+        check_words(src_addr, rows, hidden, src_stride_bytes);
+        check_size("odd", odd.size(), rows);
+        nb::gil_scoped_release unlocked;
+        odd_rows(reinterpret_cast<const uint8_t*>(src_addr), rows, hidden, src_stride_bytes,
+                 odd.data());
+      },
+      "src_addr"_a, "rows"_a, "hidden"_a, "src_stride_bytes"_a, "odd"_a.noconvert(),
+      "Adds what is odd about each row of bf16 words.");
   m.def("packed_bound", &packed_bound, "size"_a,
         "Bytes of memory that each frame of a plane of so many words needs to be packed.");
   m.def(

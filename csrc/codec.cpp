@@ -42,6 +42,18 @@ HST_ROW_KERNEL join_row(const uint8_t* __restrict exponents, const uint8_t* __re
   }
 }
 
+HST_ROW_KERNEL odd_row(const uint16_t* __restrict src, size_t n, uint8_t& odd) {
+  uint16_t any = 0, differs = 0, highest = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const uint16_t magnitude = src[i] & 0x7fff;
+    any |= magnitude;
+    differs |= src[i] ^ src[0];
+    highest = magnitude > highest ? magnitude : highest;
+  }
+  odd |= highest >= 0x7f80 ? kNotFinite : 0;
+  odd |= any == 0 ? kZero : differs == 0 && n > 1 ? kConstant : 0;
+}
+
 #define HST_SPLIT_ROWS(name, attributes)                                                       \
   attributes static ExponentRange name(const uint8_t* src, size_t rows, size_t hidden,         \
                                        size_t stride, const uint8_t* bias, uint8_t* exponents, \
@@ -63,11 +75,21 @@ HST_ROW_KERNEL join_row(const uint8_t* __restrict exponents, const uint8_t* __re
     }                                                                                        \
   }
 
+#define HST_ODD_ROWS(name, attributes)                                                       \
+  attributes static void name(const uint8_t* src, size_t rows, size_t hidden, size_t stride, \
+                              uint8_t* odd) {                                                \
+    for (size_t r = 0; r < rows; ++r) {                                                      \
+      odd_row(reinterpret_cast<const uint16_t*>(src + r * stride), hidden, odd[r]);          \
+    }                                                                                        \
+  }
+
 HST_SPLIT_ROWS(split_any, )
 HST_JOIN_ROWS(join_any, )
+HST_ODD_ROWS(odd_any, )
 #ifdef HST_HAVE_AVX2
 HST_SPLIT_ROWS(split_avx2, HST_AVX2)
 HST_JOIN_ROWS(join_avx2, HST_AVX2)
+HST_ODD_ROWS(odd_avx2, HST_AVX2)
 static const bool kAvx2 = [] {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx2") != 0;
@@ -88,6 +110,13 @@ void join_planes(const uint8_t* exponents, const uint8_t* mantissas, const uint8
   if (kAvx2) return join_avx2(exponents, mantissas, bias, dst, rows, hidden, stride_bytes);
 #endif
   join_any(exponents, mantissas, bias, dst, rows, hidden, stride_bytes);
+}
+
+void odd_rows(const uint8_t* src, size_t rows, size_t hidden, size_t stride_bytes, uint8_t* odd) {
+#ifdef HST_HAVE_AVX2
+  if (kAvx2) return odd_avx2(src, rows, hidden, stride_bytes, odd);
+#endif
+  odd_any(src, rows, hidden, stride_bytes, odd);
 }
 
 void median_exponents(const uint8_t* src, size_t rows, size_t hidden, size_t stride_bytes,

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "huffman.h"
 #include "xxhash64.h"
@@ -34,5 +35,15 @@ class RawFrame {
 // `huffman` is the caller's to keep, since it is large.
 size_t write_huffman_frame(const uint8_t* data, uint64_t size, const Counts& counts, uint64_t hash,
                            Huffman& huffman, uint8_t* out);
+
+// A block's content, where it lies in the frame.
+struct Block {
+  const uint8_t* data;
+  size_t size;
+};
+// Takes a frame apart that has `content` bytes in raw blocks and a checksum, as RawFrame writes it,
+// and nothing behind it; its checksum is for the caller to compare. False for any other bytes.
+bool parse_raw_frame(const uint8_t* frame, size_t size, uint64_t content,
+                     std::vector<Block>& blocks, uint32_t& checksum);
 
 }  // namespace hst

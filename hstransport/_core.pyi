@@ -157,6 +157,26 @@ def join_planes(
 ) -> None:
     """The exact inverse of :func:`split_planes`."""
 
+def join_raw_frame(
+    exponents: Any,
+    frame: Any,
+    bias: _Bytes,
+    dst_addr: int,
+    rows: int,
+    hidden: int,
+    dst_stride_bytes: int,
+) -> bool:
+    """:func:`join_planes` with the sign+mantissa bytes inside of ``frame``, read where they lie.
+
+    False, and nothing is written, unless the frame has just the bytes that are due in raw blocks:
+    zstd reads it then, or says what is wrong with it. ValueError for a wrong checksum. Releases
+    the GIL.
+    """
+
+def odd_rows(src_addr: int, rows: int, hidden: int, src_stride_bytes: int, odd: Any) -> None:
+    """Add to ``odd``, uint8 ``[rows]``, what is odd about each row of bf16 words: 1 all zeros (of
+    either sign), 2 one value only (and not zero; of one word never), 4 Inf or NaN in it."""
+
 def packed_bound(size: int) -> int:
     """Bytes of memory in which :func:`pack_chunk` may write a frame of ``size`` decoded bytes."""
 

@@ -69,6 +69,22 @@ def test_every_word_comes_back_under_every_bias() -> None:
 
 
 @settings(deadline=None)
+@given(shapes, st.sampled_from([[0], [0, 0x8000], [0x3F80], [0x7F80, 1], [0xFFC1, 0x7F7F], [1]]))
+def test_odd_rows_are_named(shape: tuple[int, int, int, int], values: list[int]) -> None:
+    rows, hidden, gap, seed = shape
+    x = words(rows, hidden, hidden + gap, seed)
+    rng = np.random.default_rng(seed)
+    x[::2] = rng.choice(np.array(values, np.uint16), x[::2].shape)
+    x[:, 0] = rng.choice(np.array([*values, 5], np.uint16), rows)
+    odd = np.full(rows, 8, np.uint8)
+    _core.odd_rows(x.ctypes.data, rows, hidden, x.strides[0], odd)
+    zero = (x & 0x7FFF == 0).all(axis=1)
+    constant = (x == x[:, :1]).all(axis=1) & ~zero & (hidden > 1)
+    endless = ((x & 0x7F80) == 0x7F80).any(axis=1)
+    assert (odd == 8 + zero * 1 + constant * 2 + endless * 4).all()
+
+
+@settings(deadline=None)
 @given(shapes)
 def test_median_is_the_lower_one_of_each_column(shape: tuple[int, int, int, int]) -> None:
     rows, hidden, gap, seed = shape

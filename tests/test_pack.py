@@ -120,6 +120,52 @@ def test_exponents_end_near_their_entropy() -> None:
     assert check([words], np.full((1, 2000), 127, np.uint8)) < 1.02 * entropy
 
 
+def raw_frame(level: int, checksum: bool = True, data: bytes = b"") -> bytes:
+    return zstandard.ZstdCompressor(level=level, write_checksum=checksum).compress(data)
+
+
+@pytest.mark.parametrize("hidden", [3, 1000, 70_000])
+@pytest.mark.parametrize("by", ["us", "libzstd"])
+def test_mantissas_are_joined_out_of_their_frame(by: str, hidden: int) -> None:
+    """Also out of blocks that end within a row, as libzstd cuts them."""
+    rows = 500_000 // hidden
+    words = np.random.default_rng(hidden).integers(0, 1 << 16, (1, rows, hidden)).astype(np.uint16)
+    bias = np.full((1, hidden), 99, np.uint8)
+    _, frame = pack([words], bias)
+    mantissas = ((words & 127) | (words >> 8 & 128)).astype(np.uint8)
+    if by == "libzstd":
+        frame = raw_frame(-131072, data=mantissas.tobytes())
+    exponents = ((words >> 7 & 255) - bias).astype(np.uint8)[0]
+    wide = np.full((rows, hidden + 5), 0xABCD, np.uint16)
+
+    def join(frame: bytes) -> bool:
+        place = wide.ctypes.data, rows, hidden, wide.strides[0]
+        return _core.join_raw_frame(exponents, frame, bias[0], *place)
+
+    assert join(frame)
+    np.testing.assert_array_equal(wide[:, :hidden], words[0])
+    assert (wide[:, hidden:] == 0xABCD).all()
+    bent = bytearray(frame)
+    bent[len(bent) // 2] ^= 1
+    with pytest.raises(ValueError, match="checksum"):
+        join(bytes(bent))
+    # Everything else is for zstd to read, or to judge.
+    wide[:] = 0
+    assert not join(raw_frame(-131072, checksum=False, data=mantissas.tobytes()))
+    assert not join(raw_frame(1, data=bytes(mantissas.size)))
+    for cut in (frame[:-1], frame + b"\0", frame[:5], b"", frame[:-4] + b"\0\0\0" + frame[-4:]):
+        assert not join(cut)
+    for at in range(16):  # what is taken for well is well: a window's size means nothing here
+        for bit in range(8):
+            bent = bytearray(frame)
+            bent[at] ^= 1 << bit
+            try:
+                taken = join(bytes(bent))
+            except ValueError:
+                continue
+            assert not taken or np.array_equal(wide[:, :hidden], words[0])
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -334,8 +334,8 @@ def test_on_the_same_boot_only_the_last_window_is_decoded(
     from hstransport_consumer import recover
 
     checked = []
-    real = recover.check_chunk
-    monkeypatch.setattr(recover, "check_chunk", lambda *a: checked.append(a) or real(*a))
+    real = recover.chunk_planes
+    monkeypatch.setattr(recover, "chunk_planes", lambda *a: checked.append(a) or real(*a))
     writer = DatasetWriter(died())
     assert writer._index and 0 < len(checked) < writer._index.tables().chunks
     writer.close()

@@ -184,14 +184,15 @@ def test_a_layer_is_read_without_touching_the_others(
     with DatasetWriter(tmp_path) as writer:
         script.write(writer, [])
     sample = open_shards(tmp_path)[0]
-    decoded = []
-    real = codec.decode_frame
-    monkeypatch.setattr(codec, "decode_frame", lambda f, n: decoded.append(n) or real(f, n))
+    calls = []
+    for name in ("decode_frame", "unpack_plane"):  # a frame of a part, both of a whole chunk
+        real = getattr(codec, name)
+        monkeypatch.setattr(codec, name, lambda *a, n=name, f=real: calls.append(n) or f(*a))
     sample.read(0, 10, layers=[3])
-    assert len(decoded) == 2
-    decoded.clear()
+    assert calls == ["decode_frame"] * 2
+    calls.clear()
     sample.read(layers=["final"])
-    assert len(decoded) == 6  # three chunks
+    assert calls == ["unpack_plane"] * 3  # three chunks
 
 
 def test_a_better_bias_table_follows_when_more_rows_were_seen(tmp_path: Path) -> None:

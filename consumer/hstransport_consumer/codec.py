@@ -66,10 +66,11 @@ class FrameBuffer:
 
 
 class _Local(threading.local):
-    """What a thread keeps: zstd contexts are not for sharing."""
+    """What a thread keeps: zstd contexts are not for sharing, memory is not for allocating."""
 
     def __init__(self) -> None:
         self.unpack = zstandard.ZstdDecompressor()
+        self.packed, self.exponents, self.mantissas = (FrameBuffer() for _ in range(3))
 
 
 _local = _Local()
@@ -177,12 +178,46 @@ def _frame_bytes(frame: bytes | memoryview) -> int:
     return at + 4
 
 
+def room_for_frames(size: int) -> memoryview:
+    """Memory of this thread's, to read frames into that are unpacked before the next are read."""
+    return _local.packed.reserve(size).data
+
+
+def unpack_plane(exponents: memoryview, mantissas: memoryview, bias: U8, out: U16) -> None:
+    """Unpack the two frames of a plane into ``out``, as :func:`join` does with what they hold.
+
+    ValueError as of :func:`decode_frame`; ``out`` holds anything then.
+    """
+    _check_words(out)
+    rows, hidden = out.shape
+    bytes_ = _local.exponents.reserve(rows * hidden)
+    decode_frame_into(exponents, bytes_)
+    place = bias, out.ctypes.data, rows, hidden, out.strides[0]
+    if rows and not _core.join_raw_frame(bytes_, mantissas, *place):
+        others = _local.mantissas.reserve(rows * hidden)
+        decode_frame_into(mantissas, others)
+        _core.join_planes(bytes_, others, *place)
+
+
+def odd_rows(words: U16, odd: U8) -> None:
+    """Add to ``odd``, uint8 ``[rows]``, what is odd about each row of ``[rows, hidden]``:
+    1 zeros (of either sign), 2 one value only, 4 Inf or NaN."""
+    if words.size:
+        rows, hidden = words.shape
+        _core.odd_rows(words.ctypes.data, rows, hidden, words.strides[0], odd)
+
+
 def join(exponents: U8, mantissas: U8, bias: U8, out: U16) -> None:
     """Put the words of ``[rows, hidden]`` together in ``out``, whose rows may be strided."""
     rows, hidden = out.shape
     if not exponents.size == mantissas.size == rows * hidden or bias.shape != (hidden,):
         raise ValueError(f"{exponents.size}, {mantissas.size} bytes for {rows} rows of {hidden}")
-    if out.dtype != np.uint16 or not out.flags.writeable or (hidden > 1 and out.strides[1] != 2):
-        raise ValueError("out must be writable uint16 with contiguous rows")
+    _check_words(out)
     if rows:
         _core.join_planes(exponents, mantissas, bias, out.ctypes.data, rows, hidden, out.strides[0])
+
+
+def _check_words(out: U16) -> None:
+    hidden = out.shape[1]
+    if out.dtype != np.uint16 or not out.flags.writeable or (hidden > 1 and out.strides[1] != 2):
+        raise ValueError("out must be writable uint16 with contiguous rows")

@@ -144,15 +144,19 @@ WINDOW_HEAD_BYTES = len(pack_window(0, 0, 0, 0))
 
 def pread(fd: int, size: int, offset: int, path: Path) -> bytes:
     """Exactly ``size`` bytes at ``offset``; the caller has checked both against the file's size."""
-    parts = []
-    at = offset
-    while at < offset + size:
-        part = os.pread(fd, offset + size - at, at)
-        if not part:
-            raise torn(path, at, f"the file ends, {offset + size - at} more bytes were due")
-        parts.append(part)
-        at += len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    data = bytearray(size)
+    pread_into(fd, memoryview(data), offset, path)
+    return bytes(data)
+
+
+def pread_into(fd: int, out: memoryview, offset: int, path: Path) -> None:
+    """As :func:`pread`, all of ``out``."""
+    done = 0
+    while done < len(out):
+        n = os.preadv(fd, [out[done:]], offset + done)
+        if not n:
+            raise torn(path, offset + done, f"the file ends, {len(out) - done} more were due")
+        done += n
 
 
 def read_frame(fd: int, offset: int, end: int, path: Path) -> Frame:

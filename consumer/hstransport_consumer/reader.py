@@ -22,6 +22,7 @@ from .index import id_hash
 from .sample import Sample
 from .shard import PlaneCache, Shard, open_shard, open_unfinished
 from .states import STATES, State
+from .workers import default_threads
 
 LayerNames = Sequence[int | str]
 
@@ -32,28 +33,38 @@ def open_shards(
     layers: LayerNames | None = None,
     states: Sequence[str] | None = (State.WHOLE.value,),
     partial: bool = False,
+    threads: int | None = None,
 ) -> ShardDataset:
     """Open a directory of shards, or one shard.
 
     ``layers``: which to read, by canonical id or ``"final"``, in this order; all by default.
     ``states``: which samples to list (None: all). ``partial``: also read what is whole in a file
-    that is still being written. Of several samples with one id the first whole one is listed, or
-    else the last.
+    that is still being written. ``threads``: so many unpack a large sample; by default the cores
+    there are, and one in a process that another process of Python started.
+
+    Of several samples with one id the first whole one is listed, or else the last.
 
     Raises FileNotFoundError, NotAShardError, ShardVersionError, TornShardError, CorruptShardError,
     DatasetMismatchError; KeyError for a layer that was not captured.
     """
-    return _reopen(Path(path), layers, states, partial)
+    return _reopen(Path(path), layers, states, partial, threads)
 
 
 def _reopen(
-    path: Path, layers: LayerNames | None, states: Sequence[str] | None, partial: bool
+    path: Path,
+    layers: LayerNames | None,
+    states: Sequence[str] | None,
+    partial: bool,
+    threads: int | None,
 ) -> ShardDataset:
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads={threads}: at least one, or None")
     unknown = [s for s in states or () if s not in STATES]
     if unknown:
         raise ValueError(f"states {unknown} are unknown: choose from {', '.join(STATES)}")
-    arguments = (path, layers, None if states is None else tuple(states), partial)
+    arguments = (path, layers, None if states is None else tuple(states), partial, threads)
     dataset = ShardDataset(path, _open_all(path, partial), layers=layers, states=states)
+    dataset.threads = threads or default_threads()
     dataset._arguments = arguments
     return dataset
 
@@ -76,7 +87,9 @@ class ShardDataset(Sequence[Sample]):
         self.path = path
         self.shards = list(shards)
         self.cache = PlaneCache()
-        self._arguments: tuple[Any, ...] = (path, layers, states, False)
+        self.threads = 1
+        """So many unpack a large sample."""
+        self._arguments: tuple[Any, ...] = (path, layers, states, False, None)
         self._by_uid = {s.header.uid: s for s in self.shards}
         self._meta: DatasetMeta | None = None
         for shard in self.shards:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from hstransport.errors import CorruptShardError, ShardError, TornShardError
 
@@ -17,7 +20,7 @@ from .format import DatasetMeta, read_footer, read_header
 from .index import ChunkRecord, Progress, ShardIndex, WindowRecord
 from .progress import unpack_progress
 from .tables import parse_tables
-from .walk import Head, Record, apply, check_chunk, read_bias, read_head, walk
+from .walk import Head, Record, apply, chunk_planes, read_bias, read_head, walk
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +140,9 @@ def _accept(done: Unfinished, record: Record, fd: int, path: Path, check: bool) 
     if check and isinstance(record, WindowRecord):
         for item in record.items:
             if isinstance(item, ChunkRecord):
-                check_chunk(fd, item, done.index.header.meta.hidden, path)
+                meta = done.index.header.meta
+                any_bias = np.zeros((meta.planes, meta.hidden), np.uint8)
+                deque(chunk_planes(fd, item, any_bias, path), maxlen=0)  # for the checksums
     apply(done.index, record, path)
     done.end = record.end
 

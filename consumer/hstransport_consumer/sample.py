@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,9 +27,14 @@ from .index import Part
 from .shard import Plane, Shard
 from .tensors import import_torch, to_ml_dtypes, to_torch
 from .walk import end_event, end_refs, start_event
+from .workers import for_each
 
 if TYPE_CHECKING:
     from .reader import ShardDataset
+
+
+_SHARED_BYTES = 4 << 20
+"""A read of so much is shared by threads: below, waking them takes as long as the work."""
 
 
 class _Piece(NamedTuple):
@@ -177,12 +183,15 @@ class Sample:
             out = np.empty(shape, np.uint16)
         elif out.shape != shape or out.dtype != np.uint16:
             raise ValueError(f"out is {out.dtype} {list(out.shape)}, uint16 {list(shape)} is due")
-        for p in parts:
-            with p.shard.open() as fd:
-                bias = p.shard.bias(fd, p.chunk)
-                for i, plane in enumerate(planes):
-                    exponents, mantissas = self._bytes(p, fd, plane)
-                    codec.join(exponents, mantissas, bias[plane], out[p.at : p.at + p.rows, i])
+        with ExitStack() as stack:
+            files = {s: stack.enter_context(s.open()) for s in {p.shard for p in parts}}
+
+            def unpack(job: tuple[_Piece, int]) -> None:
+                p, i = job
+                self._words(p, files[p.shard], planes[i], out[p.at : p.at + p.rows, i])
+
+            threads = self._dataset.threads if out.nbytes >= _SHARED_BYTES else 1
+            for_each(unpack, itertools.product(parts, range(len(planes))), threads)
         return out
 
     def to(
@@ -249,6 +258,13 @@ class Sample:
                 f"{total} in {shard.path}: these files do not belong together"
             )
         return _Piece(shard, p.chunk, row, rows, first - start)
+
+    def _words(self, p: _Piece, fd: int, plane: int, out: codec.U16) -> None:
+        """One plane of a part."""
+        if p.rows == p.shard.chunk_rows(p.chunk):
+            p.shard.plane_words(fd, p.chunk, plane, out)
+        else:
+            codec.join(*self._bytes(p, fd, plane), p.shard.bias(fd, p.chunk)[plane], out)
 
     def _bytes(self, p: _Piece, fd: int, plane: int) -> Plane:
         """Exponents and sign+mantissa of a part's rows."""

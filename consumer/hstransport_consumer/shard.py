@@ -17,7 +17,7 @@ from hstransport.errors import NotAShardError, TornShardError
 
 from . import codec
 from .directory import PARTIAL
-from .format import Frame, Header, corrupt, pread, read_footer, read_frame, read_header
+from .format import Frame, Header, corrupt, pread_into, read_footer, read_frame, read_header
 from .recover import read_unfinished
 from .tables import Tables, parse_tables
 from .walk import read_bias
@@ -67,9 +67,16 @@ class Shard:
             for frame, target in zip(frames, out, strict=True):
                 codec.decode_frame_into(frame, target)
 
+    def plane_words(self, fd: int, chunk: int, plane: int, out: codec.U16) -> None:
+        """Decode and join one plane of a chunk into ``out``, uint16 ``[rows, hidden]``."""
+        bias = self.bias(fd, chunk)[plane]
+        with self._frames(fd, chunk, plane) as frames:
+            codec.unpack_plane(*frames, bias, out)
+
     @contextmanager
     def _frames(self, fd: int, chunk: int, plane: int) -> Iterator[tuple[memoryview, memoryview]]:
-        """The two frames of a plane; CorruptShardError if they are not what the block expects."""
+        """The two frames of a plane, in memory of this thread's; CorruptShardError if they are
+        not what the block expects."""
         meta = self.header.meta
         sizes = self.tables.sizes(meta.planes)[chunk]
         at = int(self.tables.c["chunk.offset"][chunk]) + int(sizes[:plane].sum())
@@ -77,7 +84,8 @@ class Shard:
         size = self.chunk_rows(chunk) * meta.hidden
         if max(first, second) > codec.max_frame_bytes(size):
             raise corrupt(self.path, at, f"frames of {first} and {second} bytes for {size}")
-        data = memoryview(pread(fd, first + second, at, self.path))
+        data = codec.room_for_frames(first + second)
+        pread_into(fd, data, at, self.path)
         try:
             yield data[:first], data[first:]
         except ValueError as e:

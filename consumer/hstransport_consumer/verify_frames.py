@@ -12,13 +12,13 @@ from hstransport.errors import CorruptShardError, HsTransportError, TornShardErr
 from hstransport.protocol import Segment
 
 from . import codec
-from .findings import CONSTANT, NOT_FINITE, ZERO, Flags, Run, VerifyReport, Walked
+from .findings import Flags, Run, VerifyReport, Walked
 from .format import read_footer
 from .index import ChunkRecord, EndRecord, Progress, ShardIndex, StartRecord, WindowRecord
 from .progress import pack_progress, unpack_progress
 from .shard import Shard, open_file
 from .tables import Tables, parse_tables
-from .walk import apply, check_chunk, read_bias, read_head, walk
+from .walk import apply, chunk_planes, read_bias, read_head, walk
 
 
 def verify_file(path: Path, number: int, partial: bool, report: VerifyReport) -> Walked | None:
@@ -136,26 +136,13 @@ def _verify_chunk(
 ) -> Flags | None:
     """Decode a chunk; one byte of flags for each row."""
     meta = index.header.meta
-    try:
-        planes = check_chunk(fd, chunk, meta.hidden, path)
-    except HsTransportError as e:
-        report.note(path, str(e))
-        return None
     offset = index.bias[chunk.bias].offset
     bias = read_bias(fd, offset, os.fstat(fd).st_size, path, meta)
     flags = np.zeros(chunk.rows, np.uint8)
-    words = np.empty((chunk.rows, meta.hidden), np.uint16)
-    for plane in range(meta.planes):
-        codec.join(planes[2 * plane], planes[2 * plane + 1], bias[plane], words)
-        flags |= _odd_rows(words)
+    try:
+        for words in chunk_planes(fd, chunk, bias, path):
+            codec.odd_rows(words, flags)
+    except HsTransportError as e:
+        report.note(path, str(e))
+        return None
     return flags
-
-
-def _odd_rows(words: codec.U16) -> Flags:
-    """Flags of each row of ``[rows, hidden]``. Zeros of either sign are zeros."""
-    flags = np.where(((words & 0x7F80) == 0x7F80).any(axis=1), NOT_FINITE, 0)
-    zero = (words & 0x7FFF == 0).all(axis=1)
-    flags |= np.where(zero, ZERO, 0)
-    if words.shape[1] > 1:
-        flags |= np.where((words == words[:, :1]).all(axis=1) & ~zero, CONSTANT, 0)
-    return flags.astype(np.uint8)

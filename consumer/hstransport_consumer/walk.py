@@ -23,7 +23,7 @@ from hstransport.protocol import (
 
 from . import codec
 from . import format as fmt
-from .format import DatasetMeta, Frame, Header, corrupt, pread, read_frame, read_header, torn
+from .format import DatasetMeta, Frame, Header, corrupt, pread_into, read_frame, read_header, torn
 from .index import (
     BiasRecord,
     ChunkRecord,
@@ -90,17 +90,20 @@ def apply(index: ShardIndex, record: Record, path: Path) -> None:
         raise corrupt(path, record.offset, str(e)) from None
 
 
-def check_chunk(fd: int, chunk: ChunkRecord, hidden: int, path: Path) -> list[codec.U8]:
-    """Decode all frames of a chunk, so that their checksums are verified."""
+def chunk_planes(fd: int, chunk: ChunkRecord, bias: codec.U8, path: Path) -> Iterator[codec.U16]:
+    """Each plane of a chunk, uint16 ``[rows, hidden]``, checksums verified; all in one memory."""
+    words = np.empty((chunk.rows, bias.shape[1]), np.uint16)
     at = chunk.offset
-    planes = []
-    for size in chunk.sizes:
+    for plane, table in enumerate(bias):
+        first, second = chunk.sizes[2 * plane : 2 * plane + 2]
+        data = codec.room_for_frames(first + second)
+        pread_into(fd, data, at, path)
         try:
-            planes.append(codec.decode_frame(pread(fd, size, at, path), chunk.rows * hidden))
+            codec.unpack_plane(data[:first], data[first:], table, words)
         except ValueError as e:
             raise corrupt(path, at, f"data frame: {e}") from None
-        at += size
-    return planes
+        yield words
+        at += first + second
 
 
 def read_bias(fd: int, offset: int, end: int, path: Path, meta: DatasetMeta) -> codec.U8:

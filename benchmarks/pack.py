@@ -1,0 +1,224 @@
+"""Ring to file: how fast hidden states are packed, per core and on several threads.
+
+A ring in shared memory is filled with samples of real states. Timed is what hstransport-consumer
+does with it, from attaching to the finished shard, fsync included: processor time of the process
+for the speed of a core, wall time for the scaling. "zstd3" and "zipnn" read the same ring and write
+a file as well, on one thread. Every bit of one round is read back and compared.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+from common import DATA, SHM, card, finish, median_ratio, parser, rounds
+from hstransport_consumer import DatasetWriter, open_shards
+from hstransport_consumer.packer import Packer
+from hstransport_consumer.stream import RingStream, Streams
+from rig.producer import Producer
+from states import MODELS, States, real, synthetic
+
+from hstransport.session import ring_path
+from hstransport.settings import parse_size
+
+PIECE_BYTES = 2 << 20
+"""What zstd3 and ZipNN get at a time: one plane of one of our chunks."""
+SESSION, RUN = "s", "ab" * 6
+Bits = npt.NDArray[np.uint16]
+
+
+class Timing(NamedTuple):
+    cpu_s: float
+    wall_s: float
+    raw_bytes: int
+    file_bytes: int
+    written_bytes: int
+    """What the kernel counts as written to the disk for this process; 0 in shared memory."""
+
+
+class Bench:
+    """Rings of one model's states, each emptied by one way."""
+
+    def __init__(self, states: States, tokens: int, ring: int, folder: Path, place: Path) -> None:
+        self.states = states
+        self._tokens = tokens
+        self._ring_bytes = ring
+        self._rings, self._out = folder / "rings", place / "out"
+        self._rings.mkdir(mode=0o700)
+
+    def timed(self, empty: Callable[[Path, Path], None]) -> Timing:
+        """Fill a ring and have it emptied into files."""
+        shutil.rmtree(self._out, ignore_errors=True)
+        self._out.mkdir()
+        raw = self._fill()
+        written, cpu, wall = _written(), time.process_time(), time.monotonic()
+        empty(self._rings, self._out)
+        cpu, wall = time.process_time() - cpu, time.monotonic() - wall
+        files = sum(p.stat().st_size for p in self._out.glob("*.zst"))
+        ring_path(self._rings, SESSION, RUN, 0).path.unlink(missing_ok=True)
+        return Timing(cpu, wall, raw, files, _written() - written)
+
+    def check(self) -> None:
+        """What the last way stored is what was in the ring, bit for bit."""
+        dataset = open_shards(self._out)
+        assert len(dataset) == self._samples, f"{len(dataset)} of {self._samples} samples"
+        for sample in dataset:
+            want = self._part(int(sample.id))
+            assert np.array_equal(sample.hidden_states, want.transpose(1, 0, 2)), sample.id
+
+    def _part(self, i: int) -> Bits:
+        """States of the i-th sample ``[planes, tokens, hidden]``: other tokens each time."""
+        total = self.states.bits.shape[1]
+        at = (i * 997) % max(total - self._tokens, 1)
+        return self.states.bits[:, at : at + self._tokens]
+
+    def _fill(self) -> int:
+        """As much as the ring takes; returns the bytes of states."""
+        planes, _, hidden = self.states.bits.shape
+        producer = Producer(
+            self._rings,
+            session=SESSION,
+            run=RUN,
+            ring_bytes=self._ring_bytes,
+            layers=tuple(range(1, planes)),
+            hidden=hidden,
+            vocab_size=1 << 20,
+        )
+        part = self._part(0).nbytes
+        self._samples = int(self._ring_bytes * 0.9) // part
+        for i in range(self._samples):
+            states = self._part(i)
+            sample = producer.start(str(i), states.shape[1])
+            producer.rows((sample, 0, states.shape[1]), states=states)
+            producer.end(sample, states.shape[1], 1)
+        assert not producer.ring.counters.dropped_records
+        producer.close()
+        return self._samples * part
+
+
+def consume(threads: int) -> Callable[[Path, Path], None]:
+    """As hstransport-consumer does it."""
+
+    def empty(rings: Path, out: Path) -> None:
+        with DatasetWriter(out, threads=threads) as writer:
+            packer = Packer(Streams(rings, SESSION), writer)
+            packer.step()
+            while not packer.idle:
+                packer.step()
+            packer.close()
+
+    return empty
+
+
+def through(pack: Callable[[Any], Any]) -> Callable[[Path, Path], None]:
+    """Another codec on the same ring: each piece packed and written, one after the other."""
+
+    def empty(rings: Path, out: Path) -> None:
+        stream = RingStream(ring_path(rings, SESSION, RUN, 0))
+        with (out / "all.zst").open("wb", buffering=0) as file:
+            while (received := stream.read()) is not None:
+                if received.states is not None:
+                    raw = received.states.reshape(-1).view(np.uint8)
+                    for at in range(0, len(raw), PIECE_BYTES):
+                        file.write(pack(raw[at : at + PIECE_BYTES]))
+                received.record.release()
+            os.fsync(file.fileno())
+        stream.close()
+
+    return empty
+
+
+def zipnn() -> Callable[[Any], Any] | None:
+    try:
+        from zipnn import ZipNN
+    except ImportError as e:
+        print(f"ZipNN left out: {e} (pip install -r benchmarks/requirements.txt)")
+        return None
+    tool = ZipNN(input_format="byte", bytearray_dtype="bfloat16", threads=1)
+    return lambda piece: tool.compress(piece.tobytes())  # it reorders its input in place
+
+
+def figures(bench: Bench, count: int, threads: list[int], others: bool) -> dict[str, Any]:
+    ways = {f"threads{n}": consume(n) for n in threads}
+    if others:
+        ways["zstd3"] = through(zstandard.ZstdCompressor(level=3).compress)
+        other = zipnn()
+        if other is not None:
+            ways["zipnn"] = through(other)
+    bench.timed(ways[f"threads{threads[-1]}"])
+    bench.check()
+    timings = rounds({n: lambda w=w: bench.timed(w) for n, w in ways.items()}, count)
+    one = timings["threads1"]
+    result: dict[str, Any] = {
+        "ratio": one[0].raw_bytes / one[0].file_bytes,
+        "pack_gbs_per_core": statistics.median(t.raw_bytes / t.cpu_s for t in one) / 1e9,
+        "write_amplification": max(t.written_bytes / t.file_bytes for t in one),
+        "raw_mb": one[0].raw_bytes / 1e6,
+    }
+    for n in threads:
+        ts = timings[f"threads{n}"]
+        result[f"pack_gbs_threads{n}"] = statistics.median(t.raw_bytes / t.wall_s for t in ts) / 1e9
+        result[f"pack_cores_threads{n}"] = statistics.median(t.cpu_s / t.wall_s for t in ts)
+        if n > 1:
+            rates = [1 / t.wall_s for t in ts], [1 / t.wall_s for t in one]
+            result[f"pack_scaling_threads{n}"] = median_ratio(*rates)
+    for name in ways.keys() & {"zstd3", "zipnn"}:
+        ts = timings[name]
+        result[f"{name}_ratio"] = ts[0].raw_bytes / ts[0].file_bytes
+        result[f"{name}_gbs_per_core"] = statistics.median(t.raw_bytes / t.cpu_s for t in ts) / 1e9
+        result[f"of_{name}"] = median_ratio([1 / t.cpu_s for t in one], [1 / t.cpu_s for t in ts])
+    return result
+
+
+def _written() -> int:
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("write_bytes:"):
+            return int(line.split()[1])
+    return 0
+
+
+def main() -> int:
+    p = parser(__doc__, f"pack_{card()}.json")
+    p.add_argument("--rounds", type=int, default=7, help="(default: 7)")
+    p.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="(default: both)")
+    p.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
+    p.add_argument("--tokens", type=int, default=2048, help="of a sample (default: 2048)")
+    p.add_argument("--ring", default="1GiB", help="bytes of a ring (default: 1GiB)")
+    p.add_argument("--place", type=Path, default=DATA, help="of the files (default: data/)")
+    p.add_argument("--synthetic", type=int, metavar="HIDDEN", help="made-up states of this width")
+    p.add_argument("--no-others", action="store_true", help="leave out zstd 3 and ZipNN")
+    a = p.parse_args()
+    count = 2 if a.smoke else a.rounds
+    if a.smoke:
+        a.ring, a.tokens = "32MiB", 512
+        sources = [synthetic()]
+    elif a.synthetic:
+        sources = [synthetic(tokens=2 * a.tokens, hidden=a.synthetic)]
+    else:
+        sources = [real(name) for name in a.models]
+    result: dict[str, Any] = {}
+    a.place.mkdir(parents=True, exist_ok=True)
+    for states in sources:
+        with (
+            tempfile.TemporaryDirectory(prefix="hst-bench-", dir=SHM) as folder,
+            tempfile.TemporaryDirectory(prefix="pack-", dir=a.place) as place,
+        ):
+            bench = Bench(states, a.tokens, parse_size(a.ring), Path(folder), Path(place))
+            found = figures(bench, count, sorted({1, *a.threads}), not a.no_others)
+        result |= {f"{states.name}_{name}": value for name, value in found.items()}
+    finish(a, {**result, "tokens": a.tokens, "rounds": count})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
