@@ -44,7 +44,7 @@ from hstransport.settings import parse_size
 
 PROMPTS = 10_000
 LOW, HIGH, MEAN = 200, 4000, 1730  # tokens of a prompt
-GROUP = 3
+GROUP = 6
 """So many shards are verified together, and the one before them with them: a sample may begin in
 the shard before that in which it ends, and is not cut in more pieces than two."""
 DRAIN_S = 60.0
@@ -392,21 +392,21 @@ def arguments_of() -> argparse.Namespace:
     p.add_argument("--offset", type=int, default=0, help="the first prompt (default: 0)")
     p.add_argument("--limit-s", type=float, default=360, help="send nothing after (default: 360)")
     p.add_argument("--concurrency", type=int, default=96, help="requests at once (default: 96)")
-    p.add_argument("--threads", type=int, help="of the consumer (default: 12; smoke: 1)")
+    p.add_argument("--threads", type=int, help="of the consumer (default: 8; smoke: 1)")
     p.add_argument("--verifiers", type=int, help="processes (default: 6; smoke: 1)")
     p.add_argument("--ring", help="HSTRANSPORT_RING_BYTES (default: 8GiB; smoke: 64MiB)")
     p.add_argument("--block-s", type=float, default=60, help="HSTRANSPORT_BLOCK_S (default: 60)")
-    p.add_argument("--shard-size", help="of the consumer (default: 2GiB; smoke: 256KiB)")
+    p.add_argument("--shard-size", help="of the consumer (default: 1GiB; smoke: 256KiB)")
     p.add_argument("--shards", type=Path, help="folder for the shards (default: /dev/shm)")
     p.add_argument("--backlog", help="shards that may wait (default: 32GiB; smoke: 1GiB)")
     p.add_argument("--merge", type=Path, nargs="+", metavar="RESULT", help="only add these up")
     a = p.parse_args()
     for name, full, smoke in (
         ("prompts", PROMPTS, 60),
-        ("threads", 12, 1),
+        ("threads", 8, 1),
         ("verifiers", 6, 1),
         ("ring", "8GiB", "64MiB"),
-        ("shard_size", "2GiB", "256KiB"),
+        ("shard_size", "1GiB", "256KiB"),
         ("backlog", "32GiB", "1GiB"),
     ):
         if getattr(a, name) is None:

@@ -81,7 +81,7 @@ GPU = Scale(
     Load(32, 32, 256),
     vocabulary=100_000,
     ring_bytes=8 << 30,
-    consumer=["--threads", "4"],
+    consumer=["--threads", "2"],
     server={"server": GpuServer, "max_running": 64, "max_total_tokens": 49152},
 )
 SMOKE = Scale(

@@ -121,23 +121,32 @@ void odd_rows(const uint8_t* src, size_t rows, size_t hidden, size_t stride_byte
 
 void median_exponents(const uint8_t* src, size_t rows, size_t hidden, size_t stride_bytes,
                       uint8_t* medians) {
-  // Whole cache lines of a row at a time. Exponents of one column take few values, so although
-  // the histograms are 128 KiB only a small part of them is ever in use.
+  // Bit by bit from the highest: with so many exponents below a value, is the median below it too?
+  // All columns of a strip at once, so that the loops vectorise and its exponents stay in a cache.
   constexpr size_t kColumns = 128;
-  std::vector<uint32_t> counts(kColumns * 256);
+  std::vector<uint8_t> exponents(rows * kColumns);
   for (size_t first = 0; first < hidden; first += kColumns) {
     const size_t columns = std::min(kColumns, hidden - first);
-    std::fill(counts.begin(), counts.end(), 0);
     for (size_t r = 0; r < rows; ++r) {
       const uint16_t* row = reinterpret_cast<const uint16_t*>(src + r * stride_bytes) + first;
-      for (size_t c = 0; c < columns; ++c) ++counts[c * 256 + (row[c] >> 7 & 255)];
+      for (size_t c = 0; c < columns; ++c) {
+        exponents[r * kColumns + c] = static_cast<uint8_t>(row[c] >> 7);
+      }
     }
-    for (size_t c = 0; c < columns; ++c) {
-      size_t below = 0;
-      int value = -1;
-      while (below < (rows + 1) / 2) below += counts[c * 256 + ++value];
-      medians[first + c] = static_cast<uint8_t>(value);
+    uint8_t found[kColumns] = {};
+    for (int bit = 128; bit != 0; bit >>= 1) {
+      uint8_t value[kColumns];
+      uint32_t below[kColumns] = {};
+      for (size_t c = 0; c < kColumns; ++c) value[c] = static_cast<uint8_t>(found[c] | bit);
+      for (size_t r = 0; r < rows; ++r) {
+        const uint8_t* row = exponents.data() + r * kColumns;
+        for (size_t c = 0; c < kColumns; ++c) below[c] += row[c] < value[c];
+      }
+      for (size_t c = 0; c < kColumns; ++c) {
+        if (below[c] < (rows + 1) / 2) found[c] = value[c];
+      }
     }
+    std::copy(found, found + columns, medians + first);
   }
 }
 

@@ -222,7 +222,7 @@ def test_shards_go_on_with_a_settled_bias_table(tmp_path: Path) -> None:
     dataset = open_shards(tmp_path)
     tables = []
     for shard in dataset.shards:
-        assert [rows for _, rows in shard.tables.bias] == [4096]
+        assert [rows for _, rows in shard.tables.bias] == [1024]
         with shard.open() as fd:
             tables.append(shard.bias(fd, 0).tobytes())
     assert len(tables) == 5 and len(set(tables)) == 1

@@ -7,12 +7,13 @@
 #   install   build with nvcc into a folder of its own; unpack SGLang unless Python has it
 #   test      pytest -m gpu
 #   sanitize  compute-sanitizer, memcheck and racecheck, over the copier's tests
-#   ring      ring_gpu.py    serving  serving_gpu.py    seed  seed_run.py    read  read_gpu.py
+#   pack      pack.py        ring     ring_gpu.py      serving  serving_gpu.py
+#   seed      seed_run.py    read     read_gpu.py
 #   cache     keep the compiled kernels in DIR/jit-cache.tar.xz, which --carry takes next time
 #
 # A step that fails does not end the run, and what it had written stays. DIR gets few files: the
-# results as JSON, junit.xml, run.log. SERVING_ARGS, SEED_ARGS, RING_ARGS and READ_ARGS are added
-# to those programs' arguments; PYTHON is the interpreter; WORK is where things are installed.
+# results as JSON, junit.xml, run.log. TEST_ARGS, PACK_ARGS, RING_ARGS, SERVING_ARGS, SEED_ARGS and
+# READ_ARGS are added to those programs' arguments; PYTHON is the interpreter; WORK is where things are installed.
 # shellcheck disable=SC2329  # steps are called by their names
 set -uo pipefail
 
@@ -33,14 +34,14 @@ while [ $# -gt 0 ]; do
     --deadline) need "$@"; deadline=$2; shift ;;
     --grow-shm) grow_shm=yes ;;
     -h | --help) usage 0 ;;
-    install | test | sanitize | ring | serving | seed | read | cache) steps+=("$1") ;;
+    install | test | sanitize | pack | ring | serving | seed | read | cache) steps+=("$1") ;;
     *) echo "run.sh: $1 is neither an option nor a step (--help)" >&2; exit 2 ;;
   esac
   shift
 done
 [ -n "$out" ] || { echo "run.sh: --out DIR is needed (--help)" >&2; exit 2; }
 case $deadline in *[!0-9]* | '') echo "run.sh: --deadline takes whole seconds" >&2; exit 2 ;; esac
-[ ${#steps[@]} -gt 0 ] || steps=(install test sanitize ring serving seed read cache)
+[ ${#steps[@]} -gt 0 ] || steps=(install test sanitize pack ring serving seed read cache)
 
 mkdir -p "$out" "$work/cwd" || exit 2
 out=$(cd "$out" && pwd)
@@ -108,7 +109,8 @@ print(hstransport.__file__, "SGLang", sglang.__version__, "torch", torch.__versi
 
 pytest() { "$python" -m pytest -p no:cacheprovider -c "$root/pyproject.toml" "$@"; }
 
-run_test() { pytest -m gpu --junitxml "$out/junit.xml" --durations=15 "$root/tests"; }
+# shellcheck disable=SC2086  # several words on purpose
+run_test() { pytest -m gpu --junitxml "$out/junit.xml" --durations=15 ${TEST_ARGS:-} "$root/tests"; }
 
 # Not those that are wrong on purpose or long. Those with torch load so many kernels that the tool
 # needs minutes for each process; replays of a graph do not come to an end under it.
@@ -130,6 +132,11 @@ bench() { # bench PROGRAM RESULT ARGUMENTS
   result=$out/$2_$(cd "$root/benchmarks" && "$python" -c 'from common import card; print(card())').json
   # shellcheck disable=SC2086  # several words on purpose
   "$python" "$program" --out "$result" $3
+}
+# Made-up states, which are as wide as those of a large model: a model's own need the internet.
+run_pack() {
+  bench pack.py pack "--synthetic 7168 --threads 1 2 4 8 16 --ring 2GiB --rounds 3 --no-others \
+    --place /dev/shm ${PACK_ARGS:-}"
 }
 run_ring() { bench ring_gpu.py ring "${RING_ARGS:-}"; }
 # These two stop by themselves and still say what they have, well before they would be stopped.

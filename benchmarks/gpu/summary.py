@@ -6,6 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ALSO = ("minutes", "errors", "samples", "rounds", "tap_us_p50", "tap_us_p99", "complete", "machine")
+BEGINNINGS = ("pack_", "synthetic_pack_")
 ENDINGS = ("_ratio", "_per_s", "_p50", "_p99", "_whole", "_findings", "_dropped", "_s", "_gib")
 
 
@@ -13,7 +14,7 @@ def main(folder: Path) -> None:
     for path in sorted(folder.glob("*.json")):
         print(f"-- {path.name}")
         for name, value in json.loads(path.read_text()).items():
-            if name in ALSO or name.endswith(ENDINGS):
+            if name in ALSO or name.startswith(BEGINNINGS) or name.endswith(ENDINGS):
                 print(f"   {name}: {json.dumps(value)[:200]}")
     junit = folder / "junit.xml"
     if junit.exists():

@@ -1,7 +1,8 @@
 """When the table of exponent biases is estimated again.
 
 Its quality decides the ratio and nothing else: each chunk names the table it was packed with. A
-table from 4096 rows is as good as one from all; a first window may have far fewer.
+table from 1024 rows costs 0.05 % of the ratio that one from all has (SmolLM2, Gemma-3); a first
+window may have far fewer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from .codec import U8
 
-ENOUGH_ROWS = 4096
+ENOUGH_ROWS = 1024
 """A table estimated from so many rows is kept for good."""
 GROWTH = 8
 """A new table is worth its bytes when it comes from so many times the rows of the old one."""

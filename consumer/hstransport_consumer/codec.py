@@ -111,7 +111,8 @@ def median_exponents(pieces: Sequence[Piece], planes: int, hidden: int) -> U8:
     The rows are copied together plane by plane, because a decode's records have one row each.
     """
     rows = sum(p.rows for p in pieces)
-    gathered = np.empty((rows, hidden), np.uint16)
+    room = _local.exponents.reserve(2 * rows * hidden)
+    gathered = room.view(np.uint16).reshape(rows, hidden)
     table = np.empty((planes, hidden), np.uint8)
     for plane in range(planes):
         at = 0
