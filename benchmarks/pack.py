@@ -8,6 +8,7 @@ a file as well, on one thread. Every bit of one round is read back and compared.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -54,13 +55,17 @@ class Bench:
         self._tokens = tokens
         self._ring_bytes = ring
         self._rings, self._out = folder / "rings", place / "out"
-        self._rings.mkdir(mode=0o700)
+        self._rings.mkdir(mode=0o700, parents=True)
 
-    def timed(self, empty: Callable[[Path, Path], None]) -> Timing:
-        """Fill a ring and have it emptied into files."""
+    def timed(
+        self, empty: Callable[[Path, Path], None], ready: Callable[[], Any] | None = None
+    ) -> Timing:
+        """Fill a ring, wait until all are ``ready``, and have it emptied into files."""
         shutil.rmtree(self._out, ignore_errors=True)
-        self._out.mkdir()
+        self._out.mkdir(parents=True)
         raw = self._fill()
+        if ready:
+            ready()
         written, cpu, wall = _written(), time.process_time(), time.monotonic()
         empty(self._rings, self._out)
         cpu, wall = time.process_time() - cpu, time.monotonic() - wall
@@ -148,16 +153,53 @@ def zipnn() -> Callable[[Any], Any] | None:
     return lambda piece: tool.compress(piece.tobytes())  # it reorders its input in place
 
 
-def figures(bench: Bench, count: int, threads: list[int], others: bool) -> dict[str, Any]:
-    ways = {f"threads{n}": consume(n) for n in threads}
+def beside(bench: Bench, threads: int, start: Any, pipe: Any) -> None:
+    """One of several consumers, in a process of its own."""
+    start.wait()
+    pipe.send(bench.timed(consume(threads), start.wait))
+
+
+class Together:
+    """Several consumers at once, each with its ring and its files, as beside several servers."""
+
+    def __init__(self, benches: list[Bench], threads: int) -> None:
+        self._benches, self._threads = benches, threads
+
+    def timed(self) -> Timing:
+        """Sums; of the wall times the longest."""
+        context = multiprocessing.get_context("spawn")
+        start = context.Barrier(len(self._benches))
+        pipes, processes = [], []
+        for bench in self._benches:
+            mine, theirs = context.Pipe()
+            process = context.Process(target=beside, args=(bench, self._threads, start, theirs))
+            process.start()
+            pipes.append(mine)
+            processes.append(process)
+        timings = [Timing(*pipe.recv()) for pipe in pipes]
+        for process in processes:
+            process.join()
+        total = Timing(*map(sum, zip(*timings, strict=True)))
+        return total._replace(wall_s=max(t.wall_s for t in timings))
+
+
+def figures(
+    bench: Bench, several: list[Bench], count: int, threads: list[int], others: bool
+) -> dict[str, Any]:
+    single = {f"threads{n}": consume(n) for n in threads}
     if others:
-        ways["zstd3"] = through(zstandard.ZstdCompressor(level=3).compress)
+        single["zstd3"] = through(zstandard.ZstdCompressor(level=3).compress)
         other = zipnn()
         if other is not None:
-            ways["zipnn"] = through(other)
-    bench.timed(ways[f"threads{threads[-1]}"])
+            single["zipnn"] = through(other)
+    bench.timed(single[f"threads{threads[-1]}"])
     bench.check()
-    timings = rounds({n: lambda w=w: bench.timed(w) for n, w in ways.items()}, count)
+    ways = {n: lambda w=w: bench.timed(w) for n, w in single.items()}
+    if several:
+        ways["together"] = Together(
+            several, max(len(os.sched_getaffinity(0)) // len(several), 1)
+        ).timed
+    timings = rounds(ways, count)
     one = timings["threads1"]
     result: dict[str, Any] = {
         "ratio": one[0].raw_bytes / one[0].file_bytes,
@@ -172,6 +214,12 @@ def figures(bench: Bench, count: int, threads: list[int], others: bool) -> dict[
         if n > 1:
             rates = [1 / t.wall_s for t in ts], [1 / t.wall_s for t in one]
             result[f"pack_scaling_threads{n}"] = median_ratio(*rates)
+    if several:
+        ts = timings["together"]
+        rates = [t.raw_bytes / t.wall_s for t in ts]
+        result["pack_gbs_consumers"] = statistics.median(rates) / 1e9
+        result["pack_consumers"] = len(several)
+        result["pack_cores_consumers"] = statistics.median(t.cpu_s / t.wall_s for t in ts)
     for name in ways.keys() & {"zstd3", "zipnn"}:
         ts = timings[name]
         result[f"{name}_ratio"] = ts[0].raw_bytes / ts[0].file_bytes
@@ -192,6 +240,12 @@ def main() -> int:
     p.add_argument("--rounds", type=int, default=7, help="(default: 7)")
     p.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="(default: both)")
     p.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
+    p.add_argument(
+        "--consumers",
+        type=int,
+        default=0,
+        help="also so many processes at once, each with half a ring and its share of the cores",
+    )
     p.add_argument("--tokens", type=int, default=2048, help="of a sample (default: 2048)")
     p.add_argument("--ring", default="1GiB", help="bytes of a ring (default: 1GiB)")
     p.add_argument("--place", type=Path, default=DATA, help="of the files (default: data/)")
@@ -213,8 +267,13 @@ def main() -> int:
             tempfile.TemporaryDirectory(prefix="hst-bench-", dir=SHM) as folder,
             tempfile.TemporaryDirectory(prefix="pack-", dir=a.place) as place,
         ):
-            bench = Bench(states, a.tokens, parse_size(a.ring), Path(folder), Path(place))
-            found = figures(bench, count, sorted({1, *a.threads}), not a.no_others)
+            ring = parse_size(a.ring)
+            bench = Bench(states, a.tokens, ring, Path(folder), Path(place))
+            several = [
+                Bench(states, a.tokens, ring // 2, Path(folder, str(i)), Path(place, str(i)))
+                for i in range(a.consumers)
+            ]
+            found = figures(bench, several, count, sorted({1, *a.threads}), not a.no_others)
         result |= {f"{states.name}_{name}": value for name, value in found.items()}
     finish(a, {**result, "tokens": a.tokens, "rounds": count})
     return 0

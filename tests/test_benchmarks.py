@@ -106,9 +106,17 @@ def test_serving_gpu_smoke_has_its_figures_and_lost_nothing(tmp_path):
 
 
 def test_pack_smoke_stores_every_bit_out_of_the_ring(tmp_path):
-    written = smoke("pack.py", tmp_path / "pack.json", "--place", tmp_path / "place")
+    written = smoke(
+        "pack.py", tmp_path / "pack.json", "--place", tmp_path / "place", "--consumers", "2"
+    )
     check_provenance(written)
-    names = ("ratio", "pack_gbs_per_core", "pack_scaling_threads2", "zstd3_gbs_per_core")
+    names = (
+        "ratio",
+        "pack_gbs_per_core",
+        "pack_scaling_threads2",
+        "pack_gbs_consumers",
+        "zstd3_gbs_per_core",
+    )
     check_positive(written, [f"synthetic_{name}" for name in names])
     assert 1.4 < written["synthetic_ratio"] < 1.6
     assert not list((tmp_path / "place").iterdir())

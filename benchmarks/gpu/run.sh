@@ -12,8 +12,8 @@
 #   cache     keep the compiled kernels in DIR/jit-cache.tar.xz, which --carry takes next time
 #
 # A step that fails does not end the run, and what it had written stays. DIR gets few files: the
-# results as JSON, junit.xml, run.log. TEST_ARGS, PACK_ARGS, RING_ARGS, SERVING_ARGS, SEED_ARGS and
-# READ_ARGS are added to those programs' arguments; PYTHON is the interpreter; WORK is where things are installed.
+# results as JSON, junit.xml, run.log. PACK_ARGS, RING_ARGS, SERVING_ARGS, SEED_ARGS and READ_ARGS
+# are added to those programs' arguments, TEST_ARGS are for pytest in place of all tests; PYTHON is the interpreter; WORK is where things are installed.
 # shellcheck disable=SC2329  # steps are called by their names
 set -uo pipefail
 
@@ -110,7 +110,7 @@ print(hstransport.__file__, "SGLang", sglang.__version__, "torch", torch.__versi
 pytest() { "$python" -m pytest -p no:cacheprovider -c "$root/pyproject.toml" "$@"; }
 
 # shellcheck disable=SC2086  # several words on purpose
-run_test() { pytest -m gpu --junitxml "$out/junit.xml" --durations=15 ${TEST_ARGS:-} "$root/tests"; }
+run_test() { pytest -m gpu --junitxml "$out/junit.xml" --durations=15 ${TEST_ARGS:-"$root/tests"}; }
 
 # Not those that are wrong on purpose or long. Those with torch load so many kernels that the tool
 # needs minutes for each process; replays of a graph do not come to an end under it.
@@ -135,7 +135,7 @@ bench() { # bench PROGRAM RESULT ARGUMENTS
 }
 # Made-up states, which are as wide as those of a large model: a model's own need the internet.
 run_pack() {
-  bench pack.py pack "--synthetic 7168 --threads 1 2 4 8 16 --ring 2GiB --rounds 3 --no-others \
+  bench pack.py pack "--synthetic 7168 --threads 1 2 4 8 --consumers 8 --ring 2GiB --rounds 3 --no-others \
     --place /dev/shm ${PACK_ARGS:-}"
 }
 run_ring() { bench ring_gpu.py ring "${RING_ARGS:-}"; }

@@ -37,15 +37,14 @@ class Bias(NamedTuple):
 class Packer:
     """Packs chunks on a number of threads, ahead of the one who has them written.
 
-    Chunks come back in the order in which they were passed, and are written by threads of their
-    own: a third as many, since a write takes a third of the time of packing. Two buffers for each
-    thread and one bound the memory: a thread that is done goes on while an earlier chunk is still
-    packed or written.
+    Chunks are written in the order in which they were passed, by a thread of its own (and no more:
+    kernels let one thread at a time write into a file). Two buffers for each thread and one bound
+    the memory: a thread that is done goes on while an earlier chunk is still packed or written.
     """
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "hstransport-pack")
-        self._writers = ThreadPoolExecutor(-(-threads // 3), "hstransport-write")
+        self._writer = ThreadPoolExecutor(1, "hstransport-write")
         self._free = [codec.FrameBuffer() for _ in range(2 * threads + 1)]
         self._waiting: deque[tuple[ChunkPlan, codec.U8]] = deque()
         self._ahead: deque[tuple[Future[codec.Packed], codec.FrameBuffer]] = deque()
@@ -69,7 +68,7 @@ class Packer:
         except BaseException:
             self._free.append(buffer)
             raise
-        write = out.put_by(self._writers, [head(packed), *packed.frames])
+        write = out.put_by(self._writer, [head(packed), *packed.frames])
         self._writing.append((write, buffer))
         self._start()
         return packed
@@ -88,7 +87,7 @@ class Packer:
     def close(self) -> None:
         self.forget()
         self._pool.shutdown()
-        self._writers.shutdown()
+        self._writer.shutdown()
 
     def _start(self) -> None:
         # A chunk gets its buffer before its thread: chunks that wait for one another never hold
