@@ -53,6 +53,12 @@ class RingCounters(NamedTuple):
         return sum(self.drops.values())
 
     @property
+    def drop_words(self) -> str:
+        """``15 (12 ring_full, 3 stage_full)``"""
+        by_reason = ", ".join(f"{n:,} {reason}" for reason, n in self.drops.items())
+        return f"{self.dropped_records:,}" + (f" ({by_reason})" if by_reason else "")
+
+    @property
     def stall_ns(self) -> int:
         """How long either thread waited."""
         return self.ring_stall_ns + self.stage_stall_ns
