@@ -286,7 +286,7 @@ class Recorder:
             self.ring.used_bytes,
             self.ring.capacity_bytes,
             "attached" if self.ring.consumer_attached() else "absent",
-            key=why,
+            key=f"hstransport: {DROPS[why]}",
         )
 
 

@@ -11,8 +11,8 @@ EVERY_S = 10.0
 class Seldom:
     """Logs a line at most every ``every_s`` seconds, and says how many like it were left out.
 
-    Lines are alike when their ``key`` is (default: the line without its arguments); there must be
-    few keys. Not thread-safe: at worst a line comes twice.
+    Lines are alike when their ``key`` is: words for people, by default the line without its
+    arguments. There must be few keys. Not thread-safe: at worst a line comes twice.
     """
 
     def __init__(self, logger: logging.Logger, every_s: float = EVERY_S) -> None:
@@ -42,5 +42,5 @@ class Seldom:
         """Say what was left out since the last lines; nothing comes after them any more."""
         for key, (_, left_out) in self._said.items():
             if left_out:
-                self._logger.warning("%d more log lines were left out: %s", left_out, key)
+                self._logger.warning("%s (%d more like this were left out)", key, left_out)
         self._said.clear()
