@@ -73,6 +73,21 @@ def free(path):
     return status.f_bavail * status.f_frsize
 
 
+def test_waiting_for_slow_commands_is_counted_under_its_reason(ring_dir, tmp_path):
+    producer = Producer(ring_dir)
+    slow = ("--on-shard", "sh -c 'sleep 0.5'", "--on-shard-backlog", "1", "--shard-size", "1")
+    with ConsumerProcess(tmp_path / "s", ring_dir, "--metrics-port", "0", *slow) as consumer:
+        url = address(consumer)
+        for i in range(5):
+            producer.sample(f"s{i}", 5)
+            time.sleep(0.15)
+        got = wait_for(lambda: (g := scrape(url))["on_shard_total", "done"] and g)
+        assert got["wait_seconds_total", "on_shard"] > 0.1
+        assert got["wait_seconds_total", "disk_full"] == 0
+        assert (got["on_shard_total", "failed"], got["on_shard_left",] > 0) == (0, True)
+        producer.close()
+
+
 def test_port_that_is_taken_is_named_and_without_the_option_there_is_none(ring_dir, tmp_path):
     with ConsumerProcess(tmp_path / "a", ring_dir, "--metrics-port", "0") as consumer:
         port = address(consumer).split(":")[2].split("/")[0]
