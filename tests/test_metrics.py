@@ -8,14 +8,18 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from hstransport_consumer import metrics
+from hstransport_consumer.handover import Handover
 from hstransport_consumer.packer import Totals
+from hstransport_consumer.stream import Streams
 from prometheus_client.parser import text_string_to_metric_families
 from rig.consumer import ConsumerProcess
 from rig.producer import Producer
 
+from hstransport.counters import RingCounters
 from hstransport.errors import ConfigError
 
 
@@ -110,6 +114,17 @@ def test_without_the_library_the_port_says_what_to_install(ring_dir, tmp_path):
     done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
     assert done.returncode == 2
     assert "error: --metrics-port needs prometheus_client: pip install" in done.stderr
+
+
+def test_every_counter_is_explained_on_the_page(tmp_path):
+    page = (Path(__file__).parent.parent / "docs" / "operations.md").read_text()
+    handover = Handover(tmp_path, ["true"])
+    figures = metrics.Figures(tmp_path, Totals(), Streams(tmp_path, None), handover)
+    told = {s.name for family in figures.collect() for s in (family.samples or [family])}
+    told = {name.removeprefix("hstransport_").removesuffix("_total") for name in told}
+    assert len(told) > 20
+    missing = [name for name in (*RingCounters._fields, *told) if f"`{name}" not in page]
+    assert not missing
 
 
 def test_a_ring_that_ends_is_counted_once_whoever_looks_when(ring_dir):
