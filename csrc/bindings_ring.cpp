@@ -38,8 +38,10 @@ static nb::bytes meta_of(const Mapping& map, const CheckedRecord& record) {
   return nb::bytes(map.at(record.position) + sizeof(RecordHeader), record.header.meta_bytes);
 }
 
-static nb::tuple as_tuple(const Counters& c) {
-  return nb::make_tuple(c.records, c.bytes, c.dropped_records, c.dropped_bytes, c.stall_ns);
+static nb::tuple as_tuple(const Counters& counters) {
+  nb::list words;
+  for (const uint64_t word : counters) words.append(word);
+  return nb::tuple(words);
 }
 
 static std::unique_ptr<Reservation> reserve(const std::shared_ptr<RingWriter>& writer,
@@ -166,7 +168,7 @@ static void bind_producer(nb::module_& m) {
           },
           "kind"_a, "meta"_a)
       .def("max_payload_bytes", &RingWriter::max_payload_bytes, "meta_bytes"_a, "leave_bytes"_a)
-      .def("record_drop", &RingWriter::record_drop, "payload_bytes"_a)
+      .def("count", &RingWriter::count, "counter"_a, "n"_a)
       .def("consumer_attached", &RingWriter::consumer_attached)
       .def("close", &RingWriter::close)
       .def_prop_ro("is_open", &RingWriter::is_open)

@@ -23,9 +23,9 @@ std::string RingFile::info() const {
 }
 
 Counters RingFile::counters() const {
-  const Counters& c = map->header()->counters;
-  return {load_relaxed(&c.records), load_relaxed(&c.bytes), load_relaxed(&c.dropped_records),
-          load_relaxed(&c.dropped_bytes), load_relaxed(&c.stall_ns)};
+  Counters now;
+  for (uint32_t i = 0; i < kCounters; ++i) now[i] = load_relaxed(&map->header()->counters[i]);
+  return now;
 }
 
 bool RingFile::unlink() {

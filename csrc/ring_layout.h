@@ -10,7 +10,7 @@
 //      128     8  head: end of the last reserved record           (written by the producer)
 //      136     8  next_seq: number of the next record
 //      192     8  tail: everything before it is free              (written by the consumer)
-//      256   5*8  counters of the producer
+//      256  32*8  counters of the producer, in the order of `Counter`
 //      512     …  session info
 //
 //   offset  size  record, 64-byte aligned, contiguous, never wrapping
@@ -34,6 +34,7 @@
 //          tail before it writes them anew.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -42,7 +43,7 @@ namespace hst {
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the ring is little-endian");
 
 inline constexpr char kMagic[8] = {'H', 'S', 'T', 'R', 'I', 'N', 'G', '\1'};
-inline constexpr uint32_t kLayoutVersion = 1;
+inline constexpr uint32_t kLayoutVersion = 2;
 inline constexpr uint64_t kPageBytes = 4096;
 inline constexpr uint64_t kAlign = 64;
 inline constexpr uint64_t kInfoOffset = 512;
@@ -55,13 +56,26 @@ enum Ready : uint32_t { kPending = 0, kCommitted = 1, kAbandoned = 2 };
 inline constexpr uint32_t kPadding = 0;
 inline constexpr uint32_t kLastKind = 3;
 
-struct Counters {
-  uint64_t records;  // reserved, those abandoned later included
-  uint64_t bytes;    // their payload
-  uint64_t dropped_records;
-  uint64_t dropped_bytes;
-  uint64_t stall_ns;
+// What the producer counts; hstransport/ring.py says what each means. New ones come at the end:
+// a producer that does not know them leaves zeros there.
+enum Counter : uint32_t {
+  kRecords,
+  kBytes,
+  kDroppedBytes,
+  kRingFull,  // to kStopped: dropped pieces of samples, by reason
+  kStageFull,
+  kTooLong,
+  kQueueFull,
+  kStopped,
+  kRingStallNs,
+  kStageStallNs,
+  kSamplesLost,
+  kBudgetSpent,
+  kCounters
 };
+using Counters = std::array<uint64_t, kCounters>;
+inline constexpr uint64_t kCounterWords = 32;
+static_assert(kCounters <= kCounterWords);
 
 // The producer's and the consumer's words lie on cache lines of their own.
 struct RingHeader {
@@ -77,8 +91,7 @@ struct RingHeader {
   uint8_t pad1[48];
   uint64_t tail;
   uint8_t pad2[56];
-  Counters counters;
-  uint8_t pad3[216];
+  uint64_t counters[kCounterWords];
 };
 static_assert(sizeof(RingHeader) == kInfoOffset);
 static_assert(offsetof(RingHeader, capacity_bytes) == 16 && offsetof(RingHeader, closed) == 28);

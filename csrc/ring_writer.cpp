@@ -81,8 +81,8 @@ std::optional<Slot> RingWriter::reserve(uint32_t kind, std::string_view meta,
   if (!meta.empty()) std::memcpy(map.at(slot.position) + sizeof header, meta.data(), meta.size());
 
   RingHeader* const ring = map.header();
-  add(&ring->counters.records, 1);
-  add(&ring->counters.bytes, payload_bytes);
+  add(&ring->counters[kRecords], 1);
+  add(&ring->counters[kBytes], payload_bytes);
   store_relaxed(&ring->next_seq, next_seq_);
   // HEAD (release half): ready = 0, the header and the metadata are in place before it.
   store_release(&ring->head, head_ = end);
@@ -104,9 +104,7 @@ std::optional<Slot> RingWriter::reserve_until(Clock::time_point deadline, uint32
     now = Clock::now();
   }
   if (now > start) {
-    std::lock_guard<std::mutex> hold(mutex_);
-    add(&file_->map->header()->counters.stall_ns,
-        std::chrono::duration_cast<std::chrono::nanoseconds>(now - start).count());
+    count(kRingStallNs, std::chrono::duration_cast<std::chrono::nanoseconds>(now - start).count());
   }
   return slot;
 }
@@ -118,11 +116,10 @@ void RingWriter::finish(const Slot& slot, Ready outcome) {
   store_release<uint32_t>(&file_->map->record(slot.position)->ready, outcome);
 }
 
-void RingWriter::record_drop(uint64_t payload_bytes) {
+void RingWriter::count(uint32_t counter, uint64_t n) {
+  check(counter < kCounters, Fault::kConfig, "counter=", counter, ": must be below ", kCounters);
   std::lock_guard<std::mutex> hold(mutex_);
-  Counters& counters = file_->map->header()->counters;
-  add(&counters.dropped_records, 1);
-  add(&counters.dropped_bytes, payload_bytes);
+  add(&file_->map->header()->counters[counter], n);
 }
 
 void RingWriter::abandon_pending() {

@@ -30,14 +30,14 @@ class RingWriter {
   // Nothing if there is no room at the moment; an error if there never can be.
   std::optional<Slot> reserve(uint32_t kind, std::string_view meta, uint64_t payload_bytes,
                               uint64_t leave_bytes);
-  // The same, trying again until `deadline`; the wait is added to stall_ns.
+  // The same, trying again until `deadline`; the wait is added to kRingStallNs.
   using Clock = std::chrono::steady_clock;
   std::optional<Slot> reserve_until(Clock::time_point deadline, uint32_t kind,
                                     std::string_view meta, uint64_t payload_bytes,
                                     uint64_t leave_bytes);
   // Publishes what became of the record's payload.
   void finish(const Slot& slot, Ready outcome);
-  void record_drop(uint64_t payload_bytes);
+  void count(uint32_t counter, uint64_t n);  // from any thread
   uint64_t max_payload_bytes(uint64_t meta_bytes, uint64_t leave_bytes) const;
 
   // Abandons what is still pending, says `closed`, gives the role back. True: the file is gone.

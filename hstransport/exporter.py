@@ -287,10 +287,12 @@ class Exporter:
         gathered = self._copier.gather(rows, planes)
         if gathered is None:
             self.submit()
-            deadline = time.monotonic() + self._wait_s + _GRACE_S
-            while gathered is None and time.monotonic() < deadline:
+            began = time.monotonic_ns()
+            deadline = began + int((self._wait_s + _GRACE_S) * 1e9)
+            while gathered is None and time.monotonic_ns() < deadline:
                 time.sleep(_NAP_S)
                 gathered = self._copier.gather(rows, planes)
+            self.ring.count("stage_stall_ns", time.monotonic_ns() - began)
         return gathered
 
     # From here on: the exporter's thread.
@@ -341,7 +343,7 @@ class Exporter:
         if self._failure is None:
             self.recorder.rows(spans, steps, gathered)
         else:  # the samples have begun, and will end; their rows are not kept
-            self.recorder.drop(spans, steps, "capture stopped")
+            self.recorder.drop(spans, steps, "stopped")
             if gathered is not None:
                 gathered.drop()
 

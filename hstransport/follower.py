@@ -29,6 +29,7 @@ from .protocol import (
     fit_id,
 )
 from .recorder import OpenSample, Recorder, RowSpan
+from .seldom import Seldom
 from .settings import Selection
 
 logger = logging.getLogger(__name__)
@@ -111,6 +112,7 @@ class Follower:
         self._recorder = recorder
         self._adapt = adapt
         self._selection = selection
+        self._seldom = Seldom(logger)
         self._row_bytes = info.row_bytes
         self._budget_bytes = budget_bytes
         self.spent = False
@@ -155,6 +157,7 @@ class Follower:
         self._budget_bytes -= rows * self._row_bytes
         if self._budget_bytes <= 0:
             self.spent = True
+            self._recorder.ring.count("budget_spent")
             logger.warning(
                 "hstransport: HSTRANSPORT_BUDGET_BYTES is spent: no new sample is begun, the %d "
                 "that are open go on",
@@ -189,7 +192,9 @@ class Follower:
         for raw in batch:
             followed = self._followed.get(id(raw))
             if followed is not None and followed.sample is not None:
-                logger.warning("hstransport: sample %s is given up: %s", followed.sample.id, why)
+                self._seldom.warning(
+                    "hstransport: sample %s is given up: %s", followed.sample.id, why
+                )
                 self._end(followed, ABORTED, why)
                 followed.sample = None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,9 @@ import numpy as np
 
 from . import copyout
 from .channel import Publisher
+from .counters import DROPS
 from .protocol import (
+    END,
     MAX_META_BYTES,
     ROWS,
     End,
@@ -33,6 +34,7 @@ from .protocol import (
     pack_event,
 )
 from .ring import Reservation, RingWriter
+from .seldom import Seldom
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,6 @@ MAX_PENDING_BYTES = 64 << 20
 """Metadata of START and END records that wait for room; beyond it samples are lost, and counted."""
 SMALL_META_BYTES = 64 << 10
 """Metadata of this size fit into every ring: MIN_RING_BYTES of the settings is much more."""
-_LOG_EVERY_S = 10.0
 
 
 @dataclass(slots=True)
@@ -53,6 +54,8 @@ class OpenSample:
     """Rows that the ring had no room for; the sample cannot be whole any more."""
     lost: bool = False
     """Its START never found room, not even in the queue: the consumer will not hear of it."""
+    why: str = ""
+    """The reason, of DROPS, for which it lost rows first; what it loses later is counted there."""
 
     @property
     def spoilt(self) -> bool:
@@ -93,7 +96,7 @@ class Recorder:
         self._untold: list[Message] = []
         self.samples_lost = 0
         """Samples of which not even the name could be kept; their number is all that is left."""
-        self._logged_at = float("-inf")
+        self._seldom = Seldom(logger)
         self._rows_dropped = 0
         self._sids = itertools.count()
 
@@ -111,26 +114,26 @@ class Recorder:
         kind, meta = pack_event(start)
         if not self._can_fit(meta):
             # Its name and its end are told; its rows could not be told apart without tokens.
-            sample.dropped = len(ids)
+            sample.dropped, sample.why = len(ids), "too_long"
             kind, meta = pack_event(start._replace(prompt=ids[:0], labels={}, loss_mask=None))
             why = f"the prompt of sample {sample.id!r} ({len(ids)} tokens) is too long"
-            self._complain(why)
+            self._complain("too_long", why)
         if not self._emit(kind, meta):
-            sample.lost = True
-            self.samples_lost += 1
-            self._complain(f"no room even for the name of sample {sample.id!r}")
+            sample.lost, sample.why = True, "queue_full"
+            self._lose(f"no room even for the name of sample {sample.id!r}")
 
     def open(self, id: str) -> OpenSample:
         """A new sample of this run; :meth:`start` tells of it. May be called from any thread."""
         return OpenSample(next(self._sids), id)
 
     def rows(self, spans: Sequence[RowSpan], steps: int, gathered: copyout.Rows | None) -> None:
-        """One record: ``steps`` times the rows of each span. None: there was no room for them.
+        """One record: ``steps`` times the rows of each span. None: the stage had no room for them.
 
         Rows of samples that cannot be whole any more are left out, and counted as dropped.
         """
         worth = [s for s in spans if not s.sample.spoilt]
-        self.drop([s for s in spans if s.sample.spoilt], steps)
+        why = "stage_full" if gathered is None else "ring_full"
+        self.drop([s for s in spans if s.sample.spoilt], steps, why)
         slot = meta = None
         # A START must come before its rows.
         if gathered is not None and worth and self.flush_pending(self._wait_s):
@@ -141,21 +144,21 @@ class Recorder:
         if slot is None or gathered is None or meta is None:
             if gathered is not None:
                 gathered.drop()
-            self.drop(worth, steps)
+            self.drop(worth, steps, why)
             return
         gathered.fill(slot, row_ranges(worth))
         self._tell(ROWS, _place(slot), meta)
 
-    def drop(self, spans: Sequence[RowSpan], steps: int = 1, why: str = "the ring is full") -> None:
-        """Count rows that will not be kept."""
+    def drop(self, spans: Sequence[RowSpan], steps: int, why: str) -> None:
+        """Count rows that will not be kept, for the reason ``why`` (see DROPS)."""
         for span in spans:
-            if span.sample.lost:
-                continue
+            sample = span.sample
             rows = span.rows * steps
-            self.ring.record_drop(rows * self._info.row_bytes)
-            span.sample.dropped += rows
+            sample.why = sample.why or why
+            sample.dropped += rows
             self._rows_dropped += rows
-            self._complain(why)
+            self.ring.record_drop(sample.why, rows * self._info.row_bytes)
+            self._complain(sample.why, DROPS[sample.why])
 
     def end(
         self,
@@ -169,14 +172,15 @@ class Recorder:
         if sample.lost:
             return
         ids = np.asarray(output, np.int32)
+        if sample.why and DROPS[sample.why] not in detail:
+            detail = "; ".join(filter(None, (detail, f"rows dropped: {DROPS[sample.why]}")))
         end = End(sample.sid, reason, tokens, ids, sample.dropped, cached, detail)
         kind, meta = pack_event(end)
         if not self._can_fit(meta):
             bare = end._replace(output=ids[:0], dropped=max(end.dropped, 1))
             kind, meta = pack_event(bare)
         if not self._emit(kind, meta):
-            self.samples_lost += 1
-            self._complain(f"no room even for the end of sample {sample.id!r}")
+            self._lose(f"no room even for the end of sample {sample.id!r}")
 
     def flush_pending(self, wait_s: float = 0.0) -> bool:
         """Write START and END records that wait for room; True when none is left."""
@@ -202,11 +206,15 @@ class Recorder:
             self.announce()
         finally:
             if self._pending:
+                lost = sum(kind == END for kind, _ in self._pending)
+                self.samples_lost += lost
+                self.ring.count("samples_lost", lost)
                 logger.warning(
                     "hstransport: %d START/END records found no room in the ring; the consumer "
                     "will report their samples as unfinished or not at all",
                     len(self._pending),
                 )
+            self._seldom.close()
             try:
                 self.ring.close()
             finally:
@@ -263,20 +271,22 @@ class Recorder:
         if self._publisher is not None:
             self._untold.append(Message(self._info.run, self._info.rank, kind, *place, meta))
 
-    def _complain(self, why: str) -> None:
-        now = time.monotonic()
-        if now - self._logged_at < _LOG_EVERY_S:
-            return
-        self._logged_at = now
-        logger.warning(
+    def _lose(self, words: str) -> None:
+        self.samples_lost += 1
+        self.ring.count("samples_lost")
+        self._complain("queue_full", words)
+
+    def _complain(self, why: str, words: str) -> None:
+        self._seldom.warning(
             "hstransport: %s: %d rows dropped and %d samples lost so far; ring %d of %d bytes "
             "used, consumer %s",
-            why,
+            words,
             self._rows_dropped,
             self.samples_lost,
             self.ring.used_bytes,
             self.ring.capacity_bytes,
             "attached" if self.ring.consumer_attached() else "absent",
+            key=f"hstransport: {DROPS[why]}",
         )
 
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from . import _core
 from ._core import Record, Reservation
+from .counters import WORDS, RingCounters
 from .errors import RingBusyError
 
 __all__ = [
@@ -35,19 +36,6 @@ __all__ = [
     "inspect_ring",
     "remove_orphan",
 ]
-
-
-class RingCounters(NamedTuple):
-    """What the producer counted since the ring was created."""
-
-    records: int
-    """Records reserved, those abandoned later included."""
-    bytes: int
-    """Their payload."""
-    dropped_records: int
-    dropped_bytes: int
-    stall_ns: int
-    """How long the producer waited for room."""
 
 
 class PendingInfo(NamedTuple):
@@ -136,7 +124,7 @@ class RingWriter:
     ) -> Reservation | None:
         """Reserve a record and publish its metadata; None if there is no room.
 
-        Waits for room up to ``wait_s``, with the GIL released, and adds the wait to ``stall_ns``.
+        Waits for room up to ``wait_s``, with the GIL released; ``ring_stall_ns`` counts that.
         Succeeds only if ``leave_bytes`` stay free afterwards. A None takes no ``seq``.
 
         Raises ConfigError if the record is larger than the ring can ever hold. A record between
@@ -162,9 +150,14 @@ class RingWriter:
         """
         return self._core.max_payload_bytes(meta_bytes, leave_bytes)
 
-    def record_drop(self, payload_bytes: int) -> None:
-        """Count a record that was dropped for want of room."""
-        self._core.record_drop(payload_bytes)
+    def count(self, counter: str, n: int = 1) -> None:
+        """Add to one of the :class:`RingCounters`; any thread may. KeyError: there is none."""
+        self._core.count(WORDS[counter], n)
+
+    def record_drop(self, reason: str, payload_bytes: int) -> None:
+        """Count a piece of a sample that was dropped; ``reason``: one of DROPS."""
+        self.count(reason)
+        self.count("dropped_bytes", payload_bytes)
 
     @property
     def head(self) -> int:

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from rig.producer import HIDDEN, Producer, tokens
 
+from hstransport import copyout
+from hstransport import exporter as exporter_module
 from hstransport import recorder as recorder_module
 from hstransport.capture import plane, planes, split_packed
 from hstransport.channel import Subscriber
@@ -112,8 +114,11 @@ def test_full_ring_drops_and_marks_samples_after_at_most_one_wait(make, policy, 
     for i in range(60):
         producer.sample(f"s{i}", 100)
     counters = producer.ring.counters
-    assert counters.dropped_records > 0
-    assert (counters.stall_ns > 0) == bool(waits)
+    assert counters.ring_full > 0
+    assert list(counters.drops) == ["ring_full"]
+    assert counters.dropped_bytes == counters.ring_full * 100 * ROW_BYTES
+    assert (counters.ring_stall_ns > 0) == bool(waits)
+    assert counters.stage_stall_ns == 0
     # One expired wait, not one for each of the dozens of records that found no room.
     assert time.monotonic() - started < 10 * block_s
     ends = {}
@@ -125,6 +130,7 @@ def test_full_ring_drops_and_marks_samples_after_at_most_one_wait(make, policy, 
     assert dropped
     assert dropped == list(range(dropped[0], 60))
     assert all(ends[sid].dropped == 100 for sid in dropped)
+    assert {e.detail for e in ends.values()} == {"", "rows dropped: the ring is full"}
 
 
 def test_blocked_writer_goes_on_when_the_consumer_frees(make):
@@ -181,7 +187,52 @@ def test_samples_beyond_the_queue_are_counted_as_lost(make, monkeypatch):
     producer, _ = make()
     for i in range(4000):
         producer.sample(f"s{i}", 1)
-    assert producer.exporter.samples_lost > 0
+    counters = producer.ring.counters
+    assert counters.samples_lost == producer.exporter.samples_lost > 0
+    assert counters.queue_full > 0
+
+
+def test_a_full_stage_is_told_from_a_full_ring(make, monkeypatch, caplog):
+    """The exporter's thread is held up, and the server's waits for it, then goes on without."""
+    monkeypatch.setattr(copyout, "MAX_HELD_BYTES", 10 * ROW_BYTES)
+    monkeypatch.setattr(exporter_module, "_GRACE_S", 0.05)
+    producer, reader = make()
+    a, go_on = producer.start("a", 16), threading.Event()
+    producer.exporter.post(go_on.wait)
+    for position in (0, 8):
+        states = planes(producer.states(8), HIDDEN)
+        producer.put([RowSpan(a, position, 0, 8)], states)
+    go_on.set()
+    producer.end(a, 16, 0)
+    counters = producer.ring.counters
+    assert (counters.drops, counters.dropped_bytes) == ({"stage_full": 1}, 8 * ROW_BYTES)
+    assert counters.stage_stall_ns >= 5e7 > counters.ring_stall_ns
+    (_, rows, _), (_, end, _) = take(reader)[-2:]
+    assert rows.segments == ((0, 0, 8),)
+    assert (end.dropped, end.detail) == (8, "rows dropped: the stage is full")
+    assert "the stage is full: 8 rows dropped" in caplog.text
+
+
+def test_rows_under_way_when_capture_stops_are_counted_as_such(make):
+    producer, reader = make()
+    a = producer.start("a", 4)
+    producer.exporter.post(int, "no number")
+    producer.put([RowSpan(a, 0, 0, 4)], planes(producer.states(4), HIDDEN))
+    producer.exporter.end(a, FINISHED, 4, tokens(0))
+    with pytest.raises(ValueError, match="no number"):
+        producer.exporter.flush()
+    producer.close()
+    assert producer.ring.counters.drops == {"stopped": 1}
+    assert take(reader)[-1][1].detail == "rows dropped: capture stopped"
+
+
+def test_samples_whose_end_never_found_room_are_counted_at_the_close(make):
+    producer, _ = make()
+    for i in range(2000):
+        producer.sample(f"s{i}", 1)
+    assert producer.ring.counters.samples_lost == 0
+    producer.close()
+    assert producer.ring.counters.samples_lost == producer.exporter.samples_lost > 0
 
 
 def test_each_record_is_told_with_its_place(make):
@@ -254,6 +305,8 @@ def test_prompt_too_long_for_the_ring_is_named_and_harms_nobody_else(make):
     assert [e.id for k, e, _ in got if k == START] == ["long", "short"]
     ends = [e for k, e, _ in got if k == END]
     assert ends[0].dropped > 0
+    assert ends[0].detail == "rows dropped: its prompt is too long for the ring"
+    assert producer.ring.counters.drops == {"too_long": 1}
     assert ends[0].tokens == 400_000
     assert ends[1].dropped == 0
     assert [e.segments for k, e, _ in got if k == ROWS] == [((1, 0, 10),)]

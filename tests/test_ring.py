@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hstransport.counters import RingCounters
 from hstransport.errors import (
     ConfigError,
     LeaseError,
@@ -73,7 +74,7 @@ def test_a_record_arrives_as_it_was_written(writer: RingWriter, reader: RingRead
     assert reader.tail == writer.tail == 192 and writer.used_bytes == 0
     assert reader.info == writer.info == b"the info"
     assert reader.capacity_bytes == CAPACITY
-    assert reader.counters == writer.counters == (1, 7, 0, 0, 0)
+    assert reader.counters == writer.counters == RingCounters(records=1, bytes=7)
 
 
 def test_records_are_read_in_order_of_reservation(writer: RingWriter, reader: RingReader) -> None:
@@ -238,8 +239,11 @@ def test_a_full_ring_is_a_value_and_takes_no_seq(writer: RingWriter, reader: Rin
     while writer.reserve(ROWS, b"", 4032):
         pass
     assert writer.used_bytes == CAPACITY
-    writer.record_drop(4032)
-    assert writer.counters == (16, 16 * 4032, 1, 4032, 0)
+    writer.record_drop("ring_full", 4032)
+    writer.record_drop("too_long", 8)
+    counted = RingCounters(16, 16 * 4032, dropped_bytes=4040, ring_full=1, too_long=1)
+    assert writer.counters == reader.counters == counted
+    assert (counted.dropped_records, counted.drops) == (2, {"ring_full": 1, "too_long": 1})
     assert writer.close() is False  # abandons them all
     for _ in range(16):
         reader.read().release()
@@ -261,7 +265,7 @@ def test_a_wait_for_room_ends_at_its_bound_and_is_counted(writer: RingWriter) ->
     start = time.monotonic()
     assert writer.reserve(ROWS, b"", 1, wait_s=0.05) is None
     assert 0.05 <= time.monotonic() - start < 10
-    assert 5e7 <= writer.counters.stall_ns < 1e10
+    assert 5e7 <= writer.counters.ring_stall_ns < 1e10
 
 
 def test_a_wait_for_room_ends_when_bytes_are_freed(writer: RingWriter, reader: RingReader) -> None:
@@ -270,7 +274,7 @@ def test_a_wait_for_room_ends_when_bytes_are_freed(writer: RingWriter, reader: R
     timer.start()
     start = time.monotonic()
     assert writer.reserve(ROWS, b"", 1, wait_s=60) is not None
-    assert time.monotonic() - start < 30 and writer.counters.stall_ns > 0
+    assert time.monotonic() - start < 30 and writer.counters.ring_stall_ns > 0
 
 
 def test_leave_bytes_stay_free(writer: RingWriter) -> None:

@@ -229,7 +229,7 @@ def u64(n: int) -> bytes:
 
 BAD_HEADERS = {
     "magic": (0, b"NOTARING", RingLayoutError, "4e4f544152494e47.*48535452494e4701"),
-    "version": (8, u32(7), RingLayoutError, "version 7, this release reads 1"),
+    "version": (8, u32(7), RingLayoutError, "version 7, this release reads 2"),
     "header_bytes of 0": (12, u32(0), RingLayoutError, "header_bytes is 0.*4096"),
     "header_bytes not a page": (12, u32(100), RingLayoutError, "header_bytes is 100.*4096"),
     "header_bytes too large": (

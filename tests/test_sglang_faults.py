@@ -76,7 +76,7 @@ def test_full_ring_without_consumer_costs_samples_and_names_them(
     (ring,) = find_rings(module_ring_dir, policy)
     counters = inspect_ring(ring.path).counters
     assert counters.dropped_records > 0
-    assert (counters.stall_ns > 0) == (policy == "block")
+    assert (counters.ring_stall_ns > 0) == (policy == "block")
 
     with ConsumerProcess(tmp_path / "s", module_ring_dir, "--session", policy) as consumer:
         samples = consumer.wait_for(requests)

@@ -274,10 +274,11 @@ def test_a_spent_budget_begins_no_sample_and_ends_none(ring_dir, caplog):
     server = Server(ring_dir, tap={"budget_bytes": 5 * 3 * HIDDEN * 2})
     a, b = Fake("a", [10, 11, 12]), Fake("b", [20, 21, 22])
     server.run((a, 0, [10, 11, 12]))
-    assert not server.follower.spent
+    assert not server.follower.spent and not server.reader.counters.budget_spent
     server.run((b, 0, [20, 21]))
     wait_until(lambda: server.follower.spent)
     assert "HSTRANSPORT_BUDGET_BYTES is spent" in caplog.text
+    assert server.reader.counters.budget_spent == 1
     late = Fake("late", [30])
     server.run((late, 0, [30]), (b, 2, [22]))
     server.decode([a], [13], [3])

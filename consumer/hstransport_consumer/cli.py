@@ -8,15 +8,17 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 
 from hstransport import __version__
 from hstransport.errors import HsTransportError
+from hstransport.seldom import Seldom
 from hstransport.session import check_session_name, default_root
 from hstransport.settings import parse_size
 
@@ -55,13 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     arguments = _parser().parse_args(argv)
     console = Console(stderr=True)
-    set_up_logging(console, verbose=arguments.verbose)
+    set_up_logging(console, verbose=arguments.verbose, log_json=arguments.log_json)
     try:
         return _run(arguments, console)
     except (HsTransportError, OSError) as e:
         if arguments.verbose:
             raise
-        print(f"hstransport-consumer: error: {e}", file=sys.stderr)
+        if arguments.log_json:
+            logger.error("%s", e)
+        else:
+            print(f"hstransport-consumer: error: {e}", file=sys.stderr)
         return 2
 
 
@@ -122,6 +127,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--exit-when-done", action="store_true", help="stop once the server has ended"
     )
+    parser.add_argument(
+        "--metrics-port",
+        metavar="N",
+        type=_port,
+        help="answer http://127.0.0.1:N/metrics with counters of server and consumer as Prometheus "
+        "text (0: a free port, which the log names; default: none)",
+    )
+    parser.add_argument(
+        "--log-json", action="store_true", help="log one JSON object a line, on a terminal too"
+    )
     parser.add_argument("--verbose", action="store_true", help="debug lines and tracebacks")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     return parser
@@ -145,6 +160,16 @@ def _positive_seconds(text: str) -> float:
 
 
 _positive_seconds.__name__ = "positive number"
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 1 << 16:
+        raise ValueError
+    return value
+
+
+_port.__name__ = "port number"
 
 
 class _Stop:
@@ -195,7 +220,10 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
         streams = Streams(arguments.dir, session)
         packer = Packer(streams, writer, flush_s=arguments.flush_s)
         stack.callback(packer.close)
-        with Status(console, handover) as status:
+        if arguments.metrics_port is not None:
+            figures = arguments.out, packer.totals, streams, handover
+            stack.callback(_serve_metrics(arguments.metrics_port, *figures))
+        with Status(console, handover, log_json=arguments.log_json) as status:
             _loop(packer, streams, status, stop, handover, exit_when_done=arguments.exit_when_done)
     if handover is None:
         return 0
@@ -204,6 +232,19 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
         return HANDOVER_FAILED
     logger.info("%s", handover)
     return 0
+
+
+def _serve_metrics(port: int, *figures: Any) -> Callable[[], None]:
+    """Begin to, and return what ends it."""
+    try:
+        from . import metrics
+    except ImportError:
+        raise HsTransportError(
+            "--metrics-port needs prometheus_client: pip install prometheus-client"
+        ) from None
+    port, stop = metrics.serve(port, metrics.Figures(*figures))
+    logger.info("metrics at http://%s:%d/metrics", metrics.ADDRESS, port)
+    return stop
 
 
 def _loop(
@@ -216,6 +257,7 @@ def _loop(
     exit_when_done: bool,
 ) -> None:
     waiting = behind = False
+    seldom = Seldom(logger)
     while not stop.asked:
         if handover and handover.full:
             if not behind:
@@ -225,13 +267,15 @@ def _loop(
                     "command, and the ring holds what comes, as long as it can",
                     handover.backlog,
                 )
-            handover.wait(0.1)
+            with packer.totals.waiting("on_shard"):
+                handover.wait(0.1)
             status.show(packer.totals, streams.live)
             continue
         try:
             packer.step()
         except OSError as e:
-            _wait_for_room(e, stop)
+            with packer.totals.waiting("disk_full"):
+                _wait_for_room(e, stop, seldom)
         if not waiting and not packer.seen:
             waiting = True
             what = f"session {streams.session}" if streams.session else "a server"
@@ -248,11 +292,11 @@ def _loop(
     status.show(packer.totals, streams.live, final=True)
 
 
-def _wait_for_room(error: OSError, stop: _Stop) -> None:
+def _wait_for_room(error: OSError, stop: _Stop, seldom: Seldom) -> None:
     """A full disk loses nothing: the records stay in the ring until there is room."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         raise error
-    logger.error("disk full: %s; the ring holds what comes, retrying every second", error)
+    seldom.error("disk full: %s; the ring holds what comes, retrying every second", error)
     for _ in range(10):
         if stop.asked:
             raise error

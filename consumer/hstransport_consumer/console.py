@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Sequence
+from datetime import datetime, timezone
 
 from rich.console import Console
 from rich.live import Live
@@ -22,9 +24,12 @@ _LOG_EVERY_S = 10.0
 class Status:
     """Shows totals and the rings' fill: live on a terminal, else a log line every 10 s."""
 
-    def __init__(self, console: Console, handover: Handover | None = None) -> None:
+    def __init__(
+        self, console: Console, handover: Handover | None = None, *, log_json: bool = False
+    ) -> None:
         self._handover = handover
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        live = console.is_terminal and not log_json
+        self._live = Live(console=console, auto_refresh=False) if live else None
         self._started = self._shown = time.monotonic()
         self._last: tuple[float, int] = (self._started, 0)
         self._rate = 0.0
@@ -73,14 +78,13 @@ def describe(totals: Totals, streams: Sequence[RingStream], gbs: float) -> str:
     used = sum(s.reader.used_bytes for s in streams)
     size = sum(s.reader.capacity_bytes for s in streams)
     ring = f"ring {100 * used / size:.0f} %" if size else "no server"
-    drops = totals.dropped + sum(s.reader.counters.dropped_records for s in streams)
     parts = [
         f"{totals.samples:,} samples" + (f" ({states})" if states else ""),
         f"{totals.tokens:,} tokens",
         f"{gbs:.2f} GB/s",
         f"ratio {ratio}",
         ring,
-        f"drops {drops:,}",
+        f"drops {totals.servers(streams).drop_words}",
     ]
     for count, what in (
         (totals.repeated, "repeated records"),
@@ -94,16 +98,36 @@ def describe(totals: Totals, streams: Sequence[RingStream], gbs: float) -> str:
     return " · ".join(parts)
 
 
-def set_up_logging(console: Console, *, verbose: bool) -> None:
-    """Log through rich on a terminal (the live line stays below), plainly elsewhere."""
+class JsonLines(logging.Formatter):
+    """One JSON object a line: ``time`` (UTC), ``level``, ``logger``, ``message``, and on an error
+    perhaps its ``traceback``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, timezone.utc)
+        said = {
+            "time": at.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            said["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(said)
+
+
+def set_up_logging(console: Console, *, verbose: bool, log_json: bool = False) -> None:
+    """Log through rich on a terminal (the live line stays below), plainly or as JSON elsewhere."""
     handler: logging.Handler
-    if console.is_terminal:
+    formatter: logging.Formatter | None = None
+    if log_json:
+        handler, formatter = logging.StreamHandler(), JsonLines()
+    elif console.is_terminal:
         handler = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S")
-        form = "%(message)s"
+        formatter = logging.Formatter("%(message)s")
     else:
         handler = logging.StreamHandler()
-        form = "%(asctime)s %(levelname)s %(message)s"
-    handler.setFormatter(logging.Formatter(form))
+        formatter = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.DEBUG if verbose else logging.INFO)

@@ -5,9 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
 
+from hstransport.counters import RingCounters
 from hstransport.errors import RingError
+from hstransport.seldom import Seldom
 
 from .stream import Received, RingStream, Streams
 from .writer import DatasetWriter
@@ -32,8 +38,10 @@ class Totals:
     stored_bytes: int = 0
     states: Counter[str] = field(default_factory=Counter)
     """Ended samples by state."""
-    dropped: int = 0
-    """Drops of rings that have ended; those of the others stand in their headers."""
+    ended: dict[Path, RingCounters] = field(default_factory=dict)
+    """What servers counted whose rings have ended; those of the others stand in their headers."""
+    waited_s: dict[str, float] = field(default_factory=lambda: {"disk_full": 0, "on_shard": 0})
+    """For how long packing waited, by what it waited for."""
     malformed: int = 0
     torn: int = 0
     orphan_rows: int = 0
@@ -46,6 +54,24 @@ class Totals:
     @property
     def samples(self) -> int:
         return sum(self.states.values())
+
+    def servers(self, live: Iterable[RingStream]) -> RingCounters:
+        """What all servers have counted; ``live``: the rings that are followed.
+
+        Another thread may ask with a list that it took before: a ring that ends is in
+        :attr:`ended` first and then out of the list, and one that is in both counts once.
+        """
+        now = {stream.place.path: stream.reader.counters for stream in live}
+        return reduce(RingCounters.plus, {**now, **self.ended}.values(), RingCounters())
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Count the time that is spent inside."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.waited_s[what] += time.monotonic() - began
 
 
 class _Window:
@@ -94,6 +120,7 @@ class Packer:
         """Windows to be written; the writer has begun with the first ``self._writer.begun``."""
         self._next_look = 0.0
         self._lost_runs_closed = False
+        self._seldom = Seldom(logger)
         self.totals = Totals()
         self.seen = 0
         """Rings attached to so far."""
@@ -153,6 +180,7 @@ class Packer:
         # Records read and not stored were never released: the next consumer finds them.
         self._windows.clear()
         self._streams.close()
+        self._seldom.close()
 
     def _discover(self) -> None:
         now = time.monotonic()
@@ -247,7 +275,7 @@ class Packer:
         totals.orphan_rows += result.orphan_rows
         totals.anomalies += result.anomalies
         if result.orphan_rows or result.anomalies:
-            logger.warning(
+            self._seldom.warning(
                 "run %s: %d rows and %d events belong to samples whose beginning is not here: "
                 "another consumer took it, or it was lost",
                 info.run,
@@ -276,7 +304,7 @@ class Packer:
         ended = self._writer.close_run(stream.info.run, stream.info.rank, why)
         del self._windows[stream]
         self.totals.states.update(e.state for e in ended)
-        self.totals.dropped += stream.reader.counters.dropped_records
+        self.totals.ended[stream.place.path] = stream.reader.counters
         removed = self._streams.drop(stream)
         logger.info(
             "session %s, run %s ended%s%s",

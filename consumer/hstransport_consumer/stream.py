@@ -14,6 +14,7 @@ from hstransport.channel import Subscriber
 from hstransport.errors import ConfigError, ProtocolError, RingBusyError, RingError
 from hstransport.protocol import Event, Rows, SessionInfo, unpack_event, unpack_info
 from hstransport.ring import Record, RingReader
+from hstransport.seldom import Seldom
 from hstransport.session import RingPath, find_rings, find_sessions
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class RingStream:
             self._reader.close()
             raise
         self.counters = StreamCounters()
+        self._seldom = Seldom(logger)
 
     @property
     def reader(self) -> RingReader:
@@ -77,7 +79,7 @@ class RingStream:
             return Received(record, event, self._states(record, event))
         except ProtocolError as e:
             self.counters.malformed += 1
-            logger.warning("record %d of ring %s skipped: %s", record.seq, self.place.path, e)
+            self._seldom.warning("record %d of ring %s skipped: %s", record.seq, self.place.path, e)
             return Received(record, None, None)
 
     def ended(self) -> bool:
@@ -90,6 +92,7 @@ class RingStream:
 
     def close(self) -> bool:
         """Let go of the ring; True when it was drained, its producer gone, and it was removed."""
+        self._seldom.close()
         removed = self._reader.unlink_if_orphaned()
         if removed:
             self.place.path.with_suffix(".sock").unlink(missing_ok=True)
@@ -112,7 +115,7 @@ class RingStream:
             if skipped is None:
                 return
             self.counters.torn += 1
-            logger.warning(
+            self._seldom.warning(
                 "record %d of ring %s was begun and never committed: its server died",
                 skipped.seq,
                 self.place.path,

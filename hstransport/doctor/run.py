@@ -6,6 +6,7 @@ import importlib.metadata
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from .. import __version__
 from ..client.http import Server
+from ..counters import RingCounters
 from ..errors import ConfigError
 from ..protocol import PROTOCOL_VERSION
 from . import truth
@@ -108,10 +110,12 @@ def check_ring(before: Place, after: Place) -> Finding:
     """The rings have room, and nothing was dropped."""
     looks = [ring.look for ring in after.live]
     fill = max(look.bytes / look.capacity_bytes for look in looks)
-    dropped = sum(look.counters.dropped_records for look in looks)
+    counted = reduce(RingCounters.plus, (look.counters for look in looks))
+    dropped = counted.dropped_records
     lately = dropped - sum(ring.look.counters.dropped_records for ring in before.live)
     capacity = looks[0].capacity_bytes >> 20
-    words = f"{len(looks)} of {capacity} MiB, {fill:.0%} full, {dropped} drops since the start"
+    drops = f"{counted.drop_words} drops since the start"
+    words = f"{len(looks)} of {capacity} MiB, {fill:.0%} full, {drops}"
     todo = "a consumer that keeps up (--threads), or a larger HSTRANSPORT_RING_BYTES"
     if lately:
         return Finding("ring", FAIL, f"{words}, {lately} of them just now: it needs {todo}")
