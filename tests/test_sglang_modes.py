@@ -81,6 +81,35 @@ def test_retracted_requests_are_computed_again_and_kept_once(model_dir, ring_dir
     assert not verify(tmp_path / "s").findings
 
 
+@pytest.mark.exhaustive  # a server of its own
+def test_requests_that_sglang_times_out(ring_dir, tmp_path, model_dir):
+    """One in decode ends as aborted; one that waits behind it was never computed."""
+    env = environment(ring_dir, "timeouts") | {
+        "SGLANG_REQ_RUNNING_TIMEOUT": "2",
+        "SGLANG_REQ_WAITING_TIMEOUT": "0.5",
+    }
+    runs, waits = prompts(2, seed=55, low=40, high=60)
+    with (
+        SGLangServer(model_dir("llama"), env=env, max_running=1) as server,
+        ConsumerProcess(tmp_path / "s", ring_dir) as consumer,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        asked = [pool.submit(generate, server, "runs", runs, 1900)]
+        time.sleep(0.5)
+        asked.append(pool.submit(generate, server, "waits", waits, 1))
+        for one, words in zip(asked, ("running timeout", "waiting timeout"), strict=True):
+            with pytest.raises(RuntimeError, match=words):
+                one.result()
+        generate(server, "after", waits, 1)
+        samples = consumer.wait_for(["runs", "after"])
+        assert consumer.stop() == 0
+    assert samples["runs"].state == "aborted"
+    assert "running timeout" in samples["runs"].detail
+    assert samples["after"].state == "whole"
+    assert sorted(s.id for s in all_samples(tmp_path / "s")) == ["after", "runs"]
+    assert not verify(tmp_path / "s").findings
+
+
 @pytest.fixture(scope="module")
 def server(servers, module_ring_dir):
     return servers.get(
