@@ -8,6 +8,8 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 
+from hstransport.errors import ShardError
+
 from . import directory
 
 Buffer = bytes | memoryview
@@ -60,8 +62,10 @@ class Appender:
     def transaction(self) -> Iterator[Transaction]:
         """Several writes that count together, once the block ends.
 
-        On OSError (a full disk), or any other error, the file is as it was before.
+        On OSError (a full disk), or any other error, the file is as it was before. ShardError:
+        what was written earlier did not reach the disk.
         """
+        self._check_synced()
         transaction = Transaction(self._fd, self.size)
         try:
             try:
@@ -88,17 +92,30 @@ class Appender:
     def _sync_behind(self) -> None:
         """Let the disk work all the time: else it idles, and then everyone waits for the last sync.
 
-        That one collects what went wrong here, because the kernel tells of an error only once.
+        What went wrong here the next write says, because the kernel tells of an error only once.
         """
-        idle = self._syncing is None or (self._syncing.done() and not self._syncing.exception())
+        idle = self._syncing is None or self._syncing.done()
         if idle and self.size - self._synced >= SYNC_BYTES:
             self._synced = self.size
             self._syncing = self._syncs.submit(os.fdatasync, self._fd)
 
+    def _check_synced(self) -> None:
+        if self._syncing is None or not self._syncing.done():
+            return
+        error = self._syncing.exception()
+        if error is not None:
+            # The kernel takes the pages for written from now on: to try again would not help.
+            raise ShardError(
+                f"{self.path}: what was written did not reach the disk ({error}). It is in the "
+                "page cache at best: copy the file to another disk, see to this one, and run "
+                "hstransport verify before you trust the shard"
+            )
+
     def sync(self) -> None:
-        """Make all that was appended outlive the machine."""
+        """Make all that was appended outlive the machine. ShardError as :meth:`transaction`."""
         if self._syncing:
-            self._syncing.result()
+            wait([self._syncing])
+        self._check_synced()
         os.fsync(self._fd)
 
     def cut(self, size: int) -> None:
@@ -117,7 +134,7 @@ class Appender:
             self.sync()
             ready()
             self.path.rename(path)
-        except OSError:
+        except (OSError, ShardError):
             self.cut(before)
             raise
         directory.sync(path.parent)

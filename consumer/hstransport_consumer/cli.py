@@ -99,6 +99,12 @@ def _parser() -> argparse.ArgumentParser:
         "the ring is freed)",
     )
     parser.add_argument(
+        "--min-free",
+        metavar="SIZE",
+        default="0",
+        help="leave so much of the disk free: below it, wait as on a full disk (default: 0)",
+    )
+    parser.add_argument(
         "--flush-s",
         type=_positive_seconds,
         default=0.5,
@@ -189,10 +195,8 @@ class _Stop:
 
 def _run(arguments: argparse.Namespace, console: Console) -> int:
     session = None if arguments.session is None else check_session_name(arguments.session)
-    try:
-        shard_bytes = parse_size(arguments.shard_size)
-    except ValueError as e:
-        raise HsTransportError(f"--shard-size: {e}") from None
+    shard_bytes = _size("--shard-size", arguments.shard_size)
+    min_free = _size("--min-free", arguments.min_free)
     if shard_bytes < 1:
         raise HsTransportError("--shard-size: at least one byte, such as 4GiB")
     handover = None
@@ -209,6 +213,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
         shard_bytes=shard_bytes,
         threads=arguments.threads,
         durability=arguments.durability,
+        min_free=min_free,
         on_shard=handover.put if handover else None,
     )
     with ExitStack() as stack:  # undone from the last to the first
@@ -232,6 +237,13 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
         return HANDOVER_FAILED
     logger.info("%s", handover)
     return 0
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as e:
+        raise HsTransportError(f"{option}: {e}") from None
 
 
 def _serve_metrics(port: int, *figures: Any) -> Callable[[], None]:
@@ -296,7 +308,7 @@ def _wait_for_room(error: OSError, stop: _Stop, seldom: Seldom) -> None:
     """A full disk loses nothing: the records stay in the ring until there is room."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         raise error
-    seldom.error("disk full: %s; the ring holds what comes, retrying every second", error)
+    seldom.error("no room: %s; the ring holds what comes, retrying every second", error)
     for _ in range(10):
         if stop.asked:
             raise error

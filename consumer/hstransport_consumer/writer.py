@@ -8,8 +8,10 @@ were begun.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -70,7 +72,8 @@ class DatasetWriter:
     ``2 * threads + 1`` times about ``planes`` * 2 MiB.
 
     ``durability``: when :meth:`write_window` returns, the bytes outlive the ``process`` (they are
-    the kernel's) or the ``machine`` (they are on the disk). Samples left open when it is closed
+    the kernel's) or the ``machine`` (they are on the disk). ``min_free``: bytes of the disk that
+    windows leave free; where there are fewer, it is as full. Samples left open when it is closed
     go on when their run does; :meth:`close_run` ends them. ``on_shard`` is called with the path of
     each shard that has been finished, which may be taken away from then on.
 
@@ -85,6 +88,7 @@ class DatasetWriter:
         shard_bytes: int = 4 << 30,
         threads: int = 1,
         durability: Literal["process", "machine"] = "process",
+        min_free: int = 0,
         on_shard: Callable[[Path], None] | None = None,
     ) -> None:
         if durability not in ("process", "machine"):
@@ -94,6 +98,7 @@ class DatasetWriter:
         self.directory = Path(directory_path)
         self._shard_bytes = shard_bytes
         self._durable = durability == "machine"
+        self._min_free = min_free
         self._on_shard = on_shard
         directory.create(self.directory)
         self._lock = directory.Lock(self.directory)
@@ -311,6 +316,7 @@ class DatasetWriter:
         run, plan = window.run, window.plan
         if window.first_seq == window.next_seq and not plan.touched:
             return WindowResult(repeated=window.repeated)
+        self._check_room()
         file, index = self._shard()
         before = file.size
         bias = self._bias(window, index)
@@ -346,6 +352,15 @@ class DatasetWriter:
         )
         self._count(result)
         return result
+
+    def _check_room(self) -> None:
+        free = shutil.disk_usage(self.directory).free if self._min_free else 0
+        if free < self._min_free:
+            raise OSError(
+                errno.ENOSPC,
+                f"{free >> 20:,} MiB are free and {self._min_free >> 20:,} are to stay so",
+                str(self.directory),
+            )
 
     def _count(self, result: WindowResult) -> None:
         self.samples += len(result.ended)

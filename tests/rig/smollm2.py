@@ -25,6 +25,10 @@ def save(folder: Path) -> None:
         source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(**source)
+    # transformers 5.19 remembers that it was quantised and would not save it.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

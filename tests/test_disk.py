@@ -1,0 +1,98 @@
+"""hstransport-consumer on disks that are full, small or not to be written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hstransport_consumer import open_shards
+from hstransport_consumer.verify import verify
+from rig.consumer import ConsumerProcess
+from rig.producer import Producer
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own of 8 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount("-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path))
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def mount(*arguments: str) -> None:
+    if os.getuid() or subprocess.run(["mount", *arguments], capture_output=True).returncode:
+        pytest.skip("cannot mount a file system here")
+
+
+def wait_until(condition: object, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("ballast", "options", "told"),
+    [
+        (8 * MIB - 100_000, [], "No space left on device"),
+        (5 * MIB, ["--min-free", "4MiB"], "MiB are free and 4 are to stay so"),
+    ],
+    ids=["full", "min-free"],
+)
+def test_without_room_the_consumer_says_so_waits_and_goes_on(
+    disk: Path, ring_dir: Path, ballast: int, options: list[str], told: str
+) -> None:
+    out, weight = disk, disk / "ballast"
+    producer = Producer(ring_dir, ring_bytes=16 * MIB)
+    with ConsumerProcess(out, ring_dir, "--flush-s", "0.05", *options) as consumer:
+        wait_until(lambda: "attached" in consumer.log_text())
+        weight.write_bytes(bytes(ballast))
+        states = {str(i): producer.sample(str(i), 300) for i in range(10)}
+        wait_until(lambda: told in consumer.log_text())
+        assert "nothing of this write was kept" in consumer.log_text() or options
+        held = producer.ring.used_bytes
+        assert held > sum(bits.nbytes for bits in states.values()), "it freed what it did not store"
+        time.sleep(1.5)
+        assert consumer.log_text().count(told) == 1, "each try fills the log"
+        assert producer.ring.used_bytes == held
+        weight.unlink()
+        samples = consumer.wait_for(states)
+        for name, bits in states.items():
+            assert np.array_equal(samples[name].hidden_states, bits.transpose(1, 0, 2))
+        producer.close()
+        assert consumer.stop() == 0
+    assert verify(out).ok
+    assert len(open_shards(out)) == 10
+
+
+def test_a_read_only_disk_ends_the_consumer_and_the_ring_keeps_all(
+    disk: Path, ring_dir: Path, tmp_path: Path
+) -> None:
+    producer = Producer(ring_dir, ring_bytes=16 * MIB)
+    states = producer.sample("a", 50)
+    held = producer.ring.used_bytes
+    mount("-o", "remount,ro", str(disk))
+    done = subprocess.run(
+        ["hstransport-consumer", "--out", str(disk / "shards"), "--dir", str(ring_dir)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "Read-only file system" in done.stderr and "Traceback" not in done.stderr
+    assert producer.ring.used_bytes == held
+    with ConsumerProcess(tmp_path / "elsewhere", ring_dir) as consumer:
+        sample = consumer.wait_for(["a"])["a"]
+    assert np.array_equal(sample.hidden_states, states.transpose(1, 0, 2))
+    producer.close()
