@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hstransport_consumer import DatasetWriter, open_shards
 from hstransport_consumer import repair as module
-from hstransport_consumer.repair import repair
+from hstransport_consumer.repair import Repair
 from hstransport_consumer.verify import verify
 from shard_kit import Script, check, split_frames
 from test_shard_crash import flip, long_script
@@ -35,6 +35,10 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Script, Path]:
 def out(good: tuple[Script, Path], tmp_path: Path) -> Path:
     """A copy of it."""
     return Path(shutil.copytree(good[1], tmp_path / "out"))
+
+
+def repair(path: Path) -> list[Repair]:
+    return list(module.repair(path))
 
 
 def contents(directory: Path) -> dict[str, bytes]:

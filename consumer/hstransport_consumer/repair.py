@@ -8,6 +8,7 @@ under another name.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,18 +41,19 @@ class Repair:
     """Whether something that was stored cannot be read, before and after."""
 
 
-def repair(path: str | os.PathLike[str]) -> list[Repair]:
+def repair(path: str | os.PathLike[str]) -> Iterator[Repair]:
     """Give each shard of a directory, or one shard, an index that its frames agree with.
 
-    A ``.partial`` file without a writer is finished. Goes on after a file that cannot be repaired.
+    Works on a shard when it is asked for. A ``.partial`` file without a writer is finished.
     DatasetBusyError if a consumer writes there; FileNotFoundError if there are no shards;
-    FileExistsError if the name that a damaged file is to be kept under is taken; OSError where a
-    new file cannot be written: nothing has changed then.
+    FileExistsError if the name that a damaged file is to be kept under is taken; CorruptShardError
+    or OSError if a new file does not verify or cannot be written: that shard is as it was.
     """
     path = Path(path)
     entries = directory.named(path)
     with closing(directory.Lock(path if path.is_dir() else path.parent, guest=True)):
-        return [_repair(entry) for entry in entries]
+        for entry in entries:
+            yield _repair(entry)
 
 
 def _repair(entry: Entry) -> Repair:
@@ -68,7 +70,8 @@ def _repair(entry: Entry) -> Repair:
         fd, size = file.fileno(), os.fstat(file.fileno()).st_size
         done = read_unfinished(fd, path, check_all=False, check_last=False)
         whole = not done.why and _is_footer(fd, done.end, size, path)
-        if not entry.partial and _has_index(path) and not (whole and len(report.findings) > blocks):
+        agrees = len(report.findings) == blocks
+        if not entry.partial and _has_index(path) and (agrees or not whole):
             what = f"its index is sound, {len(report.findings)} findings of hstransport verify are"
             return Repair(path.name, f"{what} of blocks, which nothing brings back", lost=True)
         return _rebuild(fd, size, entry, done, blocks)
