@@ -1,0 +1,104 @@
+"""Very many samples, and a very large one: memory must not grow with them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hstransport_consumer import open_shards
+from rig.consumer import ConsumerProcess
+from rig.producer import Producer, tokens
+from test_disk import MIB, wait_until
+
+from hstransport.capture import planes
+from hstransport.protocol import FINISHED
+from hstransport.recorder import RowSpan
+
+pytestmark = pytest.mark.exhaustive
+
+
+def own_mib(consumer: ConsumerProcess) -> int:
+    """Memory of the process without the ring."""
+    assert consumer.process
+    status = Path(f"/proc/{consumer.process.pid}/status").read_text()
+    (kib,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
+    return kib >> 10
+
+
+VERIFY = """
+import resource, sys
+from hstransport.cli import main
+status = main(["verify", sys.argv[1]])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+sys.exit(status)
+"""
+
+
+def verify_elsewhere(out: Path) -> int:
+    """Verify in a process of its own; MiB that it took."""
+    command = [sys.executable, "-c", VERIFY, str(out)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return int(done.stdout.splitlines()[-1])
+
+
+def test_a_million_tiny_samples(ring_dir: Path, tmp_path: Path) -> None:
+    count, rows = 1_000_000, 3
+    out = tmp_path / "out"
+    producer = Producer(ring_dir, ring_bytes=256 * MIB, policy="block", block_s=60)
+    pool = [producer.states(rows) for _ in range(997)]
+    export = producer.exporter
+    with ConsumerProcess(out, ring_dir, "--exit-when-done", "--shard-size", "256MiB") as consumer:
+        wait_until(lambda: "attached" in consumer.log_text())
+        before = own_mib(consumer)
+        for i in range(count):
+            sample = export.start(str(i), f"r-{i}", tokens(rows, i % 50_000))
+            source = planes(pool[i % len(pool)], producer.info.hidden)
+            export.rows([RowSpan(sample, 0, 0, rows)], source)
+            export.end(sample, FINISHED, rows, tokens(1))
+            if i % 100 == 99:
+                export.flush()
+        export.flush()
+        wait_until(lambda: producer.ring.used_bytes == 0, 60)
+        grown = own_mib(consumer) - before
+        producer.close()
+        assert consumer.process and consumer.process.wait(60) == 0
+    print(f"consumer grew by {grown} MiB, verify took {verify_elsewhere(out)} MiB")
+    assert grown < 1024
+    dataset = open_shards(out)
+    assert len(dataset) == count
+    for i in range(0, count, 101):
+        expected = pool[i % len(pool)].transpose(1, 0, 2)
+        assert np.array_equal(dataset[str(i)].hidden_states, expected)
+
+
+def test_one_sample_of_five_gigabytes(ring_dir: Path, tmp_path: Path) -> None:
+    step, hidden = 2048, 4096
+    out = tmp_path / "out"
+    producer = Producer(
+        ring_dir, ring_bytes=1024 * MIB, policy="block", block_s=60, hidden=hidden, rows="prompt"
+    )
+    count = -(-5_000_000_000 // producer.info.row_bytes // step) * step
+    block = producer.states(step)
+    with ConsumerProcess(out, ring_dir, "--exit-when-done", "--shard-size", "2GiB") as consumer:
+        wait_until(lambda: "attached" in consumer.log_text())
+        before = most = own_mib(consumer)
+        sample = producer.start("large", count)
+        for at in range(0, count, step):
+            states = np.ascontiguousarray(np.roll(block, at // step, axis=1))
+            producer.rows((sample, at, step), states=states)
+            most = max(most, own_mib(consumer))
+        producer.exporter.end(sample, FINISHED, count, tokens(1))
+        producer.close()
+        assert consumer.process and consumer.process.wait(120) == 0
+    print(f"consumer grew by {most - before} MiB, verify took {verify_elsewhere(out)} MiB")
+    assert most - before < 512
+    assert len(list(out.glob("shard-*.zst"))) > 1
+    (large,) = open_shards(out)
+    assert large.state == "whole" and large.tokens == count
+    assert np.array_equal(large.token_ids, tokens(count))
+    for at in range(0, count, step):
+        expected = np.roll(block, at // step, axis=1).transpose(1, 0, 2)
+        assert np.array_equal(large.read(at, at + step), expected)
