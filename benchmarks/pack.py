@@ -111,11 +111,11 @@ class Bench:
         return self._samples * part
 
 
-def consume(threads: int) -> Callable[[Path, Path], None]:
-    """As hstransport-consumer does it."""
+def consume(threads: int, **options: Any) -> Callable[[Path, Path], None]:
+    """As hstransport-consumer does it; ``options`` of the writer."""
 
     def empty(rings: Path, out: Path) -> None:
-        with DatasetWriter(out, threads=threads) as writer:
+        with DatasetWriter(out, threads=threads, **options) as writer:
             packer = Packer(Streams(rings, SESSION), writer)
             packer.step()
             while not packer.idle:

@@ -71,6 +71,16 @@ def test_codec_smoke_has_its_figures(tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_durability_smoke_has_its_figures(tmp_path):
+    out = tmp_path / "durability.json"
+    written = smoke("durability.py", out, "--place", tmp_path / "place")
+    check_provenance(written)
+    for window in ("64mib", "4mib", "256kib"):
+        ways = (f"process_{window}_gb_per_s", f"machine_{window}_gb_per_s")
+        check_positive(written, [*ways, f"machine_{window}_of_process"])
+
+
+@pytest.mark.exhaustive
 @pytest.mark.sglang
 def test_serving_smoke_has_its_figures_and_lost_nothing(tmp_path):
     written = smoke("serving.py", tmp_path / "serving.json")
