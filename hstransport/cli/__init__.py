@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import HsTransportError, ServerError
-from . import doctor, estimate, extract, inspect, patch, top, verify
+from . import doctor, estimate, extract, inspect, patch, repair, top, verify
 
 BAD_INPUT, UNREACHABLE, INTERRUPTED = 2, 3, 130
 
@@ -19,6 +19,7 @@ example:
   hstransport extract --model MODEL --prompts prompts.jsonl --out /data/shards
   hstransport inspect /data/shards
   hstransport verify /data/shards
+  hstransport repair /data/shards
   hstransport top --out /data/shards
   hstransport doctor --server http://127.0.0.1:30000
 
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (extract, inspect, verify, top, doctor, estimate, patch):
+    for module in (extract, inspect, verify, repair, top, doctor, estimate, patch):
         command = commands.add_parser(
             module.__name__.rpartition(".")[2],
             help=module.HELP,
