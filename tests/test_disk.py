@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,7 +85,10 @@ def test_a_read_only_disk_ends_the_consumer_and_the_ring_keeps_all(
     held = producer.ring.used_bytes
     mount("-o", "remount,ro", str(disk))
     done = subprocess.run(
-        ["hstransport-consumer", "--out", str(disk / "shards"), "--dir", str(ring_dir)],
+        [
+            *(sys.executable, "-m", "hstransport_consumer", "--out", str(disk / "shards")),
+            *("--dir", str(ring_dir)),
+        ],
         capture_output=True,
         text=True,
         timeout=60,
