@@ -107,6 +107,10 @@ std::unique_ptr<RingFile> RingFile::create(const std::string& path, uint64_t cap
   if (fd < 0) throw OsError(errno, "cannot create the ring", path);
   auto file = std::make_unique<RingFile>(path, fd);
   try {
+    // Now, so that nobody takes it for what a dead server left (stale.py).
+    if (!file->lock.try_lock(Role::kProducer)) {
+      throw OsError(errno, "cannot lock the ring: its file system must support locks", path);
+    }
     if (::fchmod(fd, 0600) != 0) throw OsError(errno, "cannot set the ring's mode", path);
     const uint64_t header_bytes = align_up(kInfoOffset + info.size(), kPageBytes);
     const uint64_t file_bytes = header_bytes + capacity_bytes;
@@ -133,9 +137,6 @@ std::unique_ptr<RingFile> RingFile::create(const std::string& path, uint64_t cap
     file->map->header_bytes = header_bytes;
     file->map->capacity_bytes = capacity_bytes;
     file->map->info_bytes = info.size();
-    if (!file->lock.try_lock(Role::kProducer)) {
-      throw OsError(errno, "cannot lock the ring: its file system must support locks", path);
-    }
     publish(temporary, path);
   } catch (...) {
     ::unlink(temporary.c_str());

@@ -28,9 +28,14 @@ class RingPath(NamedTuple):
     path: Path
 
     @property
+    def socket(self) -> Path:
+        """The ring's PUB socket."""
+        return self.path.with_suffix(".sock")
+
+    @property
     def endpoint(self) -> str:
-        """ZeroMQ endpoint of the ring's PUB socket."""
-        return f"ipc://{self.path.with_suffix('.sock')}"
+        """Its ZeroMQ endpoint."""
+        return f"ipc://{self.socket}"
 
 
 def default_root() -> Path:
@@ -102,14 +107,19 @@ def find_rings(root: Path, session: str) -> list[RingPath]:
 
 def check_private(directory: Path) -> None:
     """Refuse a directory that another user owns or can enter."""
-    status = directory.stat()
-    if status.st_uid != os.geteuid():
-        raise PermissionError(
-            f"{directory} belongs to user id {status.st_uid}, not to {os.geteuid()}: hidden states "
-            "are exchanged only through directories of one's own; set HSTRANSPORT_DIR to another"
-        )
-    mode = stat.S_IMODE(status.st_mode)
+    check_owner(directory)
+    mode = stat.S_IMODE(directory.stat().st_mode)
     if mode & 0o077:
         raise PermissionError(
             f"{directory} has mode {mode:04o}, others can enter it: chmod 0700 {directory}"
+        )
+
+
+def check_owner(path: Path) -> None:
+    """Refuse what another user owns. Raises PermissionError, FileNotFoundError."""
+    owner = path.stat().st_uid
+    if owner != os.geteuid():
+        raise PermissionError(
+            f"{path} belongs to user id {owner}, not to {os.geteuid()}: hidden states are "
+            "exchanged only through directories of one's own; set HSTRANSPORT_DIR to another"
         )

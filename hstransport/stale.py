@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import time
 from pathlib import Path
@@ -13,8 +14,8 @@ from .session import find_rings
 
 logger = logging.getLogger(__name__)
 
-_CREATING_S = 900.0
-"""Creating takes about a second for each GiB; this is longer than any ring takes."""
+_CREATING_S = 60.0
+"""A ring is locked as soon as its file is there; this is far longer than it takes."""
 
 
 def report_older_rings(root: Path, info: SessionInfo) -> None:
@@ -53,8 +54,19 @@ def remove_unfinished(directory: Path, *, older_than_s: float) -> None:
     """Rings whose server was killed while it created them: as large as a ring, and nobody's."""
     for path in directory.glob("*.ring.*.tmp"):
         try:
-            if time.time() - path.stat().st_mtime >= older_than_s:
+            old = time.time() - path.stat().st_mtime >= older_than_s
+            if old and not _held(path):  # a clock that jumps takes no ring from a live server
                 path.unlink()
                 logger.warning("hstransport: removed %s, a ring that was never finished", path)
         except FileNotFoundError:
             continue
+
+
+def _held(path: Path) -> bool:
+    """Whether a process creates this ring: it holds the producer's lock, which is on byte 0."""
+    with path.open("r+b") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        except OSError:
+            return True
+    return False

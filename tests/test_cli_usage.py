@@ -16,7 +16,7 @@ from hstransport import __version__
 from hstransport.cli import _parser, main
 from hstransport.client import engine
 
-COMMANDS = ["extract", "inspect", "verify", "top", "doctor", "estimate"]
+COMMANDS = ["extract", "inspect", "verify", "repair", "top", "doctor", "estimate"]
 
 
 def hstransport(capsys, *args):

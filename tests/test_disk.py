@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +11,7 @@ import pytest
 from hstransport_consumer import open_shards
 from hstransport_consumer.verify import verify
 from rig.consumer import ConsumerProcess
+from rig.disk import mount, mounted
 from rig.producer import Producer
 
 MIB = 1 << 20
@@ -22,18 +20,8 @@ MIB = 1 << 20
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own of 8 MiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount("-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path))
-    try:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=8m", "tmpfs") as path:
         yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def mount(*arguments: str) -> None:
-    if os.getuid() or subprocess.run(["mount", *arguments], capture_output=True).returncode:
-        pytest.skip("cannot mount a file system here")
 
 
 def wait_until(condition: object, seconds: float = 20) -> None:
@@ -84,17 +72,10 @@ def test_a_read_only_disk_ends_the_consumer_and_the_ring_keeps_all(
     states = producer.sample("a", 50)
     held = producer.ring.used_bytes
     mount("-o", "remount,ro", str(disk))
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "hstransport_consumer", "--out", str(disk / "shards")),
-            *("--dir", str(ring_dir)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2
-    assert "Read-only file system" in done.stderr and "Traceback" not in done.stderr
+    with ConsumerProcess(disk, ring_dir) as consumer:
+        assert consumer.process and consumer.process.wait(60) == 2
+    assert "Read-only file system" in consumer.log_text()
+    assert "Traceback" not in consumer.log_text()
     assert producer.ring.used_bytes == held
     with ConsumerProcess(tmp_path / "elsewhere", ring_dir) as consumer:
         sample = consumer.wait_for(["a"])["a"]

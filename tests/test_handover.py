@@ -336,8 +336,8 @@ def test_reader_and_inspect_of_what_is_left(parted):
 
 
 def test_a_shard_that_vanishes_while_a_directory_is_read_is_left_out(parted, monkeypatch):
+    from hstransport_consumer import directory as shards
     from hstransport_consumer import reader
-    from hstransport_consumer import verify as verify_module
 
     _, directory = parted
     real = reader.list_shards
@@ -349,7 +349,7 @@ def test_a_shard_that_vanishes_while_a_directory_is_read_is_left_out(parted, mon
 
     monkeypatch.setattr(reader, "list_shards", vanish)
     assert len(open_shards(directory).shards) == 2
-    monkeypatch.setattr(verify_module, "list_shards", vanish)
+    monkeypatch.setattr(shards, "list_shards", vanish)
     assert verify(directory).shards == 1
 
 

@@ -1,8 +1,13 @@
 """Where rings lie: private directories only, and names that cannot lead elsewhere."""
 
 import os
+import re
+from collections import Counter
+from pathlib import Path
 
 import pytest
+from hstransport_consumer.stream import Streams
+from rig.producer import Producer
 
 from hstransport.errors import ConfigError
 from hstransport.session import (
@@ -39,6 +44,41 @@ def test_directory_of_another_user_is_refused(tmp_path):
     os.chown(directory, 12345, -1)
     with pytest.raises(PermissionError, match="12345"):
         find_rings(tmp_path / "root", "s")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a socket away")
+def test_ring_with_a_socket_of_another_user_is_left_alone(ring_dir, caplog):
+    producer = Producer(ring_dir, publish=True)
+    os.chown(producer.place.socket, 12345, -1)
+    streams = Streams(ring_dir, "s")
+    assert not streams.discover(lambda info: None)
+    assert "sock belongs to user id 12345, not to 0" in caplog.text
+    streams.close()
+    producer.close()
+
+
+def test_the_wall_clock_decides_nothing():
+    """It jumps. These say when something was, put rings in an order, or tell files apart; beside
+    them a ring that nobody creates must be old before it is removed."""
+    root = Path(__file__).resolve().parents[1]
+    uses = re.compile(r"time\.time\(|st_[mc]time|datetime\.now|system_clock|CLOCK_REALTIME")
+    files = [p for d in ("hstransport", "consumer", "csrc") for p in (root / d).rglob("*.*")]
+    found = Counter(
+        p.name
+        for p in files
+        if p.suffix in {".py", ".h", ".cpp", ".cu", ".cuh"}
+        for line in p.read_text().splitlines()
+        if uses.search(line)
+    )
+    assert found == {
+        "sglang_plugin.py": 1,  # SessionInfo.created
+        "exporter.py": 1,  # Start.time
+        "follower.py": 1,
+        "watch.py": 1,  # View.time
+        "session.py": 1,  # the order of rings
+        "stored.py": 1,  # whether a shard was read before
+        "stale.py": 1,
+    }
 
 
 def test_rings_are_found_oldest_first_and_strangers_ignored(tmp_path):

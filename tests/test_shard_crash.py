@@ -518,6 +518,34 @@ def test_the_disk_works_beside_the_writer_and_its_errors_end_it(
     assert only_shard(tmp_path / "bad").suffix == ".partial"
 
 
+def test_after_a_sync_that_failed_the_shard_gets_no_name_and_all_of_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells of lost pages once: the next sync says that all is well."""
+    script = long_script(12)
+    real, failures = os.fsync, [errno.EIO]
+
+    def fail_once(fd: int) -> None:
+        if failures:
+            raise OSError(failures.pop(), "Input/output error")
+        real(fd)
+
+    writer = DatasetWriter(tmp_path)
+    script.write(writer, [5] * 100)
+    partial = only_shard(tmp_path)
+    monkeypatch.setattr(os, "fsync", fail_once)
+    for end in (writer.finish_shard, writer.finish_shard, writer.close):
+        with pytest.raises(ShardError, match=r"did not reach the disk .*Input/output"):
+            end()
+    assert not failures and only_shard(tmp_path) == partial
+    # What the disk had forgotten is found by the next writer, on the same boot too.
+    _, at, end = next(f for f in split_frames(partial.read_bytes()) if f[0] == b"data")
+    flip(partial, (at + end) // 2)
+    with DatasetWriter(tmp_path) as writer:
+        assert writer.next_seq(script.info.run, 0) < len(script.records)
+    finish(script, tmp_path)
+
+
 def test_the_name_is_given_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     fsync, rename = os.fsync, Path.rename

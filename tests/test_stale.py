@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from rig.producer import Producer
 from hstransport.errors import ConfigError
 from hstransport.protocol import SessionInfo
 from hstransport.ring import RingReader
+from hstransport.session import session_directory
 from hstransport.stale import report_older_rings
 
 
@@ -75,6 +77,38 @@ def test_ring_whose_creation_was_cut_short_is_removed_after_a_while(producer, ri
     report_older_rings(ring_dir, replace(producer.info, run="cd" * 6))
     assert fresh.exists()
     assert not old.exists()
+
+
+def jump(path):
+    """Make the file look as if the clock had jumped since it was written."""
+    os.utime(path, (time.time() - 1e6,) * 2)
+
+
+def test_ring_that_a_live_server_creates_is_left_alone_whatever_the_clock_says(ring_dir):
+    directory = session_directory(ring_dir, "s")
+    code = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from hstransport.ring import RingWriter
+RingWriter.create({str(directory / ("ab" * 6 + "-0.ring"))!r}, 4 << 30, b"")
+"""
+    child = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        while not (found := list(directory.glob("*.tmp"))):
+            assert child.poll() is None
+            time.sleep(0.001)
+        time.sleep(0.01)
+        child.send_signal(signal.SIGSTOP)
+        jump(found[0])
+        info = SessionInfo("cd" * 6, "s", "m", "0", (2,), True, 64, 6, rank=1)
+        report_older_rings(ring_dir, info)
+        assert found[0].exists()
+    finally:
+        child.kill()
+        child.wait()
+    jump(found[0])
+    report_older_rings(ring_dir, info)
+    assert not found[0].exists()
 
 
 def test_ring_left_by_a_run_is_drained_by_the_next_consumer(producer, ring_dir):

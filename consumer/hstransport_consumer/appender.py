@@ -98,10 +98,13 @@ class Appender:
             self._synced = self.size
             self._syncing = self._syncs.submit(os.fdatasync, self._fd)
 
+    @property
+    def sync_error(self) -> BaseException | None:
+        """Why what was appended earlier is perhaps not on the disk; stays so for ever."""
+        return self._syncing.exception() if self._syncing and self._syncing.done() else None
+
     def _check_synced(self) -> None:
-        if self._syncing is None or not self._syncing.done():
-            return
-        error = self._syncing.exception()
+        error = self.sync_error
         if error is not None:
             # The kernel takes the pages for written from now on: to try again would not help.
             raise ShardError(
@@ -115,7 +118,9 @@ class Appender:
         if self._syncing:
             wait([self._syncing])
         self._check_synced()
-        os.fsync(self._fd)
+        self._syncing = self._syncs.submit(os.fsync, self._fd)  # remembers how it ended
+        wait([self._syncing])
+        self._check_synced()
 
     def cut(self, size: int) -> None:
         """Take back appends."""

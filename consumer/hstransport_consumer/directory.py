@@ -18,6 +18,7 @@ from hstransport.errors import DatasetBusyError
 PARTIAL = ".partial"
 NEXT = ".next"
 HANDED_OVER = ".handed-over"
+_UNKNOWN = "?"  # a boot
 _NAME = re.compile(r"shard-(\d{6,})\.zst(\.partial)?")
 
 
@@ -47,6 +48,24 @@ def entry_of(path: Path) -> Entry | None:
 def list_shards(directory: Path) -> list[Entry]:
     """All shards in order of their numbers, unfinished ones too."""
     return sorted(e for e in map(entry_of, directory.iterdir()) if e)
+
+
+def named(path: Path) -> list[Entry]:
+    """The shards that a person means with ``path``: those of a directory, or a file.
+
+    FileNotFoundError if there are none.
+    """
+    if path.is_file():
+        # A name that is no shard's says nothing of the number.
+        return [entry_of(path) or Entry(-1, path, path.name.endswith(PARTIAL))]
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} does not exist: name a directory of shards, or a shard")
+    entries = list_shards(path)
+    if not entries:
+        raise FileNotFoundError(
+            f"{path} holds no shards (shard-NNNNNN.zst): name the --out of hstransport-consumer"
+        )
+    return entries
 
 
 def create(directory: Path) -> None:
@@ -114,9 +133,12 @@ def boot_id() -> str:
 
 
 class Lock:
-    """The right to write into a directory, held until closed or until the process dies."""
+    """The right to write into a directory, held until closed or until the process dies.
 
-    def __init__(self, directory: Path) -> None:
+    ``guest``: for one who mends what others have written; what is known of the last writer stays.
+    """
+
+    def __init__(self, directory: Path, *, guest: bool = False) -> None:
         path = directory / ".lock"
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -135,11 +157,19 @@ class Lock:
                 "wait for it, stop it, or name another directory"
             ) from None
         said = os.pread(self._fd, 100, 0).decode(errors="replace").split()
-        self.same_boot = len(said) == 2 and said[1] == boot_id()
+        boot = said[1] if len(said) == 2 else _UNKNOWN
+        self.same_boot = boot == boot_id()
         """Whether the last writer ran since the machine started: what it wrote is then there,
         however it died."""
+        self._say(boot if guest else boot_id())
+
+    def doubt(self) -> None:
+        """Let the next writer look at all that was written: it may not have reached the disk."""
+        self._say(_UNKNOWN)
+
+    def _say(self, boot: str) -> None:
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()} {boot_id()}\n".encode(), 0)
+        os.pwrite(self._fd, f"{os.getpid()} {boot}\n".encode(), 0)
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -68,3 +68,8 @@ class Walked:
     starts: dict[tuple[Run, int], int]
     """Offset of the START frame of each sample, by run and sid."""
     ends: dict[tuple[Run, int], int]
+
+    @property
+    def damaged(self) -> int:
+        """Chunks that cannot be decoded."""
+        return sum(flags is None for flags in self.flags)

@@ -290,11 +290,15 @@ def pack_trailer(footer_offset: int, footer_bytes: int, uid: bytes) -> bytes:
     return pack_frame(TRAILER, _TRAILER.pack(footer_offset, footer_bytes, uid))
 
 
-def read_footer(fd: int, size: int, path: Path, uid: bytes) -> Frame:
-    """The footer, found through the trailer at the file's end.
+def kind_at(fd: int, offset: int, size: int, path: Path) -> bytes:
+    """What a metadata frame at ``offset`` says that it is; b"" if none begins there. No more of it
+    is checked."""
+    head = pread(fd, min(HEAD_BYTES, size - offset), offset, path)
+    return head[8:12] if head[:4] == struct.pack("<I", _MAGIC) else b""
 
-    TornShardError when there is no trailer, CorruptShardError when it lies.
-    """
+
+def read_trailer(fd: int, size: int, path: Path) -> tuple[int, int, bytes]:
+    """Where the footer is, its length, and the shard's uid; errors as :func:`read_footer`."""
     at = size - TRAILER_BYTES
     try:
         if at < 0:
@@ -304,10 +308,21 @@ def read_footer(fd: int, size: int, path: Path, uid: bytes) -> Frame:
         raise torn(path, max(at, 0), "the file does not end with a trailer: it was cut") from None
     if trailer.kind != TRAILER or len(trailer.body) != _TRAILER.size:
         raise trailer.corrupt("not a trailer")
-    offset, length, trailer_uid = _TRAILER.unpack(trailer.body)
-    if trailer_uid != uid or offset + length != at:
+    offset, length, uid = _TRAILER.unpack(trailer.body)
+    if offset + length != at:
         raise trailer.corrupt(f"footer at {offset} of {length} bytes does not end at {at}")
-    footer = read_frame(fd, offset, at, path)
-    if footer.kind != FOOTER or footer.end != at:
+    return offset, length, uid
+
+
+def read_footer(fd: int, size: int, path: Path, uid: bytes) -> Frame:
+    """The footer, found through the trailer at the file's end.
+
+    TornShardError when there is no trailer, CorruptShardError when it lies.
+    """
+    offset, length, trailer_uid = read_trailer(fd, size, path)
+    if trailer_uid != uid:
+        raise corrupt(path, size - TRAILER_BYTES, "the trailer is another shard's")
+    footer = read_frame(fd, offset, offset + length, path)
+    if footer.kind != FOOTER or footer.end != offset + length:
         raise footer.corrupt("not the footer")
     return footer

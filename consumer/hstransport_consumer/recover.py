@@ -174,6 +174,8 @@ def _read_finished(found: Found, path: Path) -> None:
 def _read_partial(found: Found, path: Path, trust_kernel: bool) -> None:
     with path.open("rb", buffering=0) as file:
         fd = file.fileno()
+        if not trust_kernel:  # after a failed sync the page cache has what the disk lacks
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         try:
             done = read_unfinished(fd, path, check_all=not trust_kernel, check_last=True)
         except TornShardError:

@@ -1,136 +1,176 @@
-"""A shard's index made anew out of its frames, for when footer or trailer cannot be read."""
+"""Indexes made anew, for shards whose own cannot be read: out of their frames alone.
+
+What the frames say is written into a new file beside the old one, and the new one gets the name
+once it has been verified. The old bytes are not touched; a file of which something is lost is kept
+under another name.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from hstransport.errors import HsTransportError, ShardError
+from hstransport.errors import CorruptShardError, ShardError
 
-from . import directory, format
-from .directory import PARTIAL, Entry, entry_of, list_shards
+from . import directory
+from . import format as fmt
+from .directory import PARTIAL, Entry
+from .findings import VerifyReport
+from .format import pread
 from .progress import pack_progress
 from .recover import Unfinished, read_unfinished
 from .shard import open_shard
-from .writer import DatasetWriter, footer_of
+from .verify_frames import verify_file
+from .writer import footer_of
 
 DAMAGED = ".damaged"
-"""The damaged file is kept under its name and this."""
+_NEW = ".repair"
+_COPY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Repair:
-    """What one file needed, and got unless this was only a look."""
+    """What became of a file."""
 
     file: str
-    needed: bool
     what: str
+    repaired: bool = False
     lost: bool = False
-    """Whether something of it could not be saved."""
+    """Whether something that was stored cannot be read, before and after."""
 
 
-def repair(path: Path, *, dry_run: bool = False) -> list[Repair]:
-    """Repair a directory of shards, or one shard; one outcome for each file.
+def repair(path: str | os.PathLike[str]) -> Iterator[Repair]:
+    """Give each shard of a directory, or one shard, an index that its frames agree with.
 
-    A finished shard whose index can be read is left as it is, whatever its frames are like: that is
-    for verify to say. One whose index cannot be read is copied up to its last whole window, gets a
-    new index, and takes the place of the damaged one, which is kept beside it (``.damaged``). An
-    unfinished file is finished as the next consumer would do it. ``dry_run`` changes nothing.
-
-    Raises DatasetBusyError while a consumer writes there, FileNotFoundError, PermissionError.
+    Works on a shard when it is asked for. A ``.partial`` file without a writer is finished.
+    DatasetBusyError if a consumer writes there; FileNotFoundError if there are no shards;
+    FileExistsError if the name that a damaged file is to be kept under is taken; CorruptShardError
+    or OSError if a new file does not verify or cannot be written: that shard is as it was.
     """
-    if path.is_file():
-        entry = entry_of(path)
-        if entry is None:
-            raise ShardError(f"{path.name} is no shard's name (shard-NNNNNN.zst)")
-        folder, entries = path.parent, [entry]
-    elif path.is_dir():
-        folder, entries = path, list_shards(path)
-    else:
-        raise FileNotFoundError(f"{path} does not exist: name a directory of shards, or a shard")
-    if not entries:
-        raise FileNotFoundError(f"{path} holds no shards (shard-NNNNNN.zst)")
-    lock = directory.Lock(folder)
+    path = Path(path)
+    entries = directory.named(path)
+    with closing(directory.Lock(path if path.is_dir() else path.parent, guest=True)):
+        for entry in entries:
+            yield _repair(entry)
+
+
+def _repair(entry: Entry) -> Repair:
+    path = entry.path
+    report = VerifyReport()
+    walked = verify_file(path, -1, entry.partial, report)
+    if not entry.partial and report.ok:
+        return Repair(path.name, "nothing is wrong")
+    if walked is None:
+        why = report.findings[0].what if report.findings else "it has no whole header"
+        return Repair(path.name, f"cannot be repaired: {why}", lost=True)
+    blocks = walked.damaged
+    with path.open("rb", buffering=0) as file:
+        fd, size = file.fileno(), os.fstat(file.fileno()).st_size
+        done = read_unfinished(fd, path, check_all=False, check_last=False)
+        whole = not done.why and _is_footer(fd, done.end, size, path)
+        agrees = len(report.findings) == blocks
+        if not entry.partial and _has_index(path) and (agrees or not whole):
+            what = f"its index is sound, {len(report.findings)} findings of hstransport verify are"
+            return Repair(path.name, f"{what} of blocks, which nothing brings back", lost=True)
+        return _rebuild(fd, size, entry, done, blocks)
+
+
+def _rebuild(fd: int, size: int, entry: Entry, done: Unfinished, blocks: int) -> Repair:
+    """Write, verify and name the new file."""
+    path, index = entry.path, done.index
+    final = path.with_name(path.name.removesuffix(PARTIAL))
+    kept = path.with_name(path.name + DAMAGED)
+    cut = _is_cut(fd, size, entry, done)
+    for taken in [kept] * cut + [final] * entry.partial:
+        if taken.exists():
+            raise FileExistsError(f"{taken} exists: move it out of the directory first")
+    fresh = path.with_name(final.name + _NEW)
+    tail = footer_of(index, pack_progress(index.progress), done.end)
     try:
-        done = [_repair_finished(e.path, dry_run) for e in entries if not e.partial]
-    finally:
-        lock.close()
-    return done + [_finish(folder, e, dry_run) for e in entries if e.partial]
-
-
-def _repair_finished(path: Path, dry_run: bool) -> Repair:
-    try:
-        open_shard(path)
-        return Repair(path.name, False, "its index is whole")
-    except HsTransportError as e:
-        why = str(e)
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        found = read_unfinished(fd, path, check_all=True, check_last=True)
-        cut = _after(fd, found.end)
-    except HsTransportError as e:
-        return Repair(path.name, True, f"cannot be repaired: {e}", lost=True)
-    finally:
-        os.close(fd)
-    if not dry_run:
-        _replace(path, found)
-    tables = found.index.tables()
-    going_on = sum(len(run.open) for run in found.index.progress.values())
-    verb = "would be" if dry_run else "was"
-    words = (
-        f"{why}; its index {verb} made anew from {tables.windows:,} windows: {tables.samples:,} "
-        f"samples end in it, {going_on:,} go on in the next shard"
-    )
-    if cut:
-        words += f", or ended in the {cut:,} bytes behind byte {found.end:,} that are lost"
-        words += f" {found.why}" if found.why else ""
-    return Repair(path.name, True, words, lost=cut > 0)
-
-
-def _after(fd: int, end: int) -> int:
-    """Bytes behind the last whole window; 0 when they are the footer, damaged or not."""
-    start = os.pread(fd, format.HEAD_BYTES, end)
-    rest = os.fstat(fd).st_size - end
-    return 0 if not rest or start[8:12] == format.FOOTER else rest
-
-
-def _replace(path: Path, found: Unfinished) -> None:
-    """The new file is whole and on the disk before it takes the name."""
-    fresh, kept = path.with_name(f"{path.name}.repair"), path.with_name(path.name + DAMAGED)
-    try:
-        with path.open("rb") as old, fresh.open("wb") as new:
-            _copy(old.fileno(), new.fileno(), found.end)
-            for part in footer_of(found.index, pack_progress(found.index.progress), found.end):
-                new.write(part)
-            new.flush()
-            os.fsync(new.fileno())
-        shutil.copymode(path, fresh)
-        open_shard(fresh)
-        os.link(path, kept)
-        fresh.replace(path)
+        _write(fresh, fd, done.end, tail)
+        blocks = _check(fresh, blocks)
+        if cut:
+            kept.hardlink_to(path)
+        fresh.replace(final)
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
+    if entry.partial:
+        path.unlink()
     directory.sync(path.parent)
+    what = f"{final.name} has a new index: {_amounts(done)}"
+    if cut:
+        what += f"; {_cut_words(size, done)}; the old file is kept as {kept.name}"
+    if blocks:
+        what += f"; {blocks:,} blocks are damaged: hstransport verify names their samples"
+    if not cut and not blocks:
+        what += "; nothing is lost"
+    return Repair(path.name, what, repaired=True, lost=cut or blocks > 0)
 
 
-def _copy(source: int, target: int, size: int) -> None:
-    done = 0
-    while done < size:
-        done += os.sendfile(target, source, done, min(size - done, 1 << 30))
+def _is_cut(fd: int, size: int, entry: Entry, done: Unfinished) -> bool:
+    """Whether what follows the last whole window was more than a footer."""
+    if entry.partial and not done.why:
+        return False  # a window without its head was never stored: the ring has its records
+    return not _is_footer(fd, done.end, size, entry.path)
 
 
-def _finish(folder: Path, entry: Entry, dry_run: bool) -> Repair:
-    """Of an unfinished shard, what is whole."""
-    if dry_run:
-        return Repair(entry.path.name, True, "is unfinished: what is whole in it would be finished")
-    size = entry.path.stat().st_size
-    with DatasetWriter(folder):
-        pass  # to open it recovers, to close it finishes
-    path = entry.path.with_name(entry.path.name[: -len(PARTIAL)])
-    if not path.exists():
-        return Repair(entry.path.name, True, f"held nothing whole ({size:,} bytes): removed")
-    samples = open_shard(path).tables.samples
-    return Repair(path.name, True, f"was unfinished and is finished: {samples:,} samples")
+def _is_footer(fd: int, at: int, size: int, path: Path) -> bool:
+    """Whether a footer begins at ``at``, whole or not: it says so, or the trailer does."""
+    if fmt.kind_at(fd, at, size, path) == fmt.FOOTER:
+        return True
+    try:
+        return fmt.read_trailer(fd, size, path)[0] == at
+    except ShardError:
+        return False
+
+
+def _has_index(path: Path) -> bool:
+    try:
+        open_shard(path)
+    except ShardError:
+        return False
+    return True
+
+
+def _write(fresh: Path, source: int, end: int, tail: list[bytes]) -> None:
+    """The first ``end`` bytes of ``source``, then ``tail``, all on the disk."""
+    with fresh.open("wb") as file:
+        at = 0
+        while at < end:
+            part = pread(source, min(_COPY_BYTES, end - at), at, fresh)
+            file.write(part)
+            at += len(part)
+        file.writelines(tail)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _check(fresh: Path, blocks: int) -> int:
+    """How many blocks of the new file are damaged; ShardError if these are more than ``blocks``,
+    or not all that is wrong."""
+    report = VerifyReport()
+    walked = verify_file(fresh, -1, False, report)
+    damaged = walked.damaged if walked else -1
+    if len(report.findings) != damaged or damaged > blocks:
+        raise CorruptShardError(
+            f"{fresh}: the repaired file does not verify ({report.findings[0].what}): nothing was "
+            "changed; restore the file from a copy"
+        )
+    return damaged
+
+
+def _amounts(done: Unfinished) -> str:
+    return f"{done.index.windows:,} windows, {done.index.tables().samples:,} samples"
+
+
+def _cut_words(size: int, done: Unfinished) -> str:
+    under_way = sum(len(run.open) for run in done.index.progress.values())
+    why = done.why.strip("()") or "the file was cut, and may have been longer"
+    return (
+        f"lost from byte {done.end:,} on, {size - done.end:,} bytes that are here ({why}), and "
+        f"perhaps the ends of {under_way:,} samples that were under way there"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hstransport.errors import ConfigError, ProtocolError, RingBusyError, RingEr
 from hstransport.protocol import Event, Rows, SessionInfo, unpack_event, unpack_info
 from hstransport.ring import Record, RingReader
 from hstransport.seldom import Seldom
-from hstransport.session import RingPath, find_rings, find_sessions
+from hstransport.session import RingPath, check_owner, find_rings, find_sessions
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +54,10 @@ class RingStream:
         self.place = place
         self._reader = RingReader.attach(place.path)
         try:
+            with suppress(FileNotFoundError):  # it is made after the ring
+                check_owner(place.socket)
             self.info: SessionInfo = unpack_info(self._reader.info)
-        except ProtocolError:
+        except (ProtocolError, PermissionError):
             self._reader.close()
             raise
         self.counters = StreamCounters()
@@ -95,7 +98,7 @@ class RingStream:
         self._seldom.close()
         removed = self._reader.unlink_if_orphaned()
         if removed:
-            self.place.path.with_suffix(".sock").unlink(missing_ok=True)
+            self.place.socket.unlink(missing_ok=True)
         self._reader.close()
         return removed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hstransport.errors import DatasetMismatchError
 
-from .directory import PARTIAL, Entry, entry_of, handed_over, list_shards
+from .directory import handed_over, named
 from .findings import Finding, VerifyReport, Walked
 from .reader import ShardDataset
 from .verify_frames import verify_file
@@ -23,18 +23,8 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     be missing. FileNotFoundError if there are no shards.
     """
     path = Path(path)
-    if path.is_file():
-        # A name that is no shard's says nothing of the number.
-        entries = [entry_of(path) or Entry(-1, path, path.name.endswith(PARTIAL))]
-        away, base = None, path.parent
-    elif path.is_dir():
-        entries, away, base = list_shards(path), handed_over(path), path
-    else:
-        raise FileNotFoundError(f"{path} does not exist: name a directory of shards, or a shard")
-    if not entries:
-        raise FileNotFoundError(
-            f"{path} holds no shards (shard-NNNNNN.zst): name the --out of hstransport-consumer"
-        )
+    entries = named(path)
+    away, base = (handed_over(path), path) if path.is_dir() else (None, path.parent)
     report = VerifyReport()
     walked: dict[bytes, Walked] = {}
     last: tuple[int, Walked] | None = None

@@ -45,6 +45,9 @@ def verify_file(path: Path, number: int, partial: bool, report: VerifyReport) ->
         if not (partial and isinstance(e, TornShardError)):
             report.note(path, str(e))
         return None
+    except OSError as e:
+        report.note(path, f"cannot be read: {e.strerror}")
+        return None
     finally:
         os.close(fd)
 

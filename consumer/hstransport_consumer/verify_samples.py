@@ -67,6 +67,7 @@ def _problems(
     covered = Coverage(sample.ranges)
     if covered.ranges and covered.ranges[-1][1] > sample.tokens:
         yield f"has rows up to {covered.ranges[-1][1]}, and {sample.tokens} tokens"
+        return
     if sample.state != State.UNFINISHED:
         due = judge(end.reason, end.tokens, end.dropped, end.cached, covered)
         if sample.state != due:

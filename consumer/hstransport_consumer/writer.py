@@ -276,6 +276,8 @@ class DatasetWriter:
         finally:
             self._packer.close()
             if self._file:
+                if self._file.sync_error:
+                    self._lock.doubt()
                 self._file.close()
                 self._file = None
             self._lock.close()

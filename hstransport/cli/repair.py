@@ -1,45 +1,45 @@
-"""``hstransport repair``: a shard's index made anew from its blocks."""
+"""``hstransport repair``: new indexes for shards whose own are damaged or missing."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 
-HELP = "make a damaged index anew from the blocks alone"
+HELP = "make a shard's damaged or missing index anew"
 DESCRIPTION = """\
-Repair shards whose footer cannot be read: everything that the footer says also stands between the
-blocks. The damaged file stays beside the new one (.damaged); delete it when you are content. What
-an unfinished file holds is finished, as the next consumer would do it. Blocks that are damaged
-themselves cannot be repaired: hstransport verify names the samples that they hold."""
+Make footer and trailer of a shard anew, out of its frames alone: of a finished shard whose own
+cannot be read, or of a .partial file that no consumer will finish. The new file is written beside
+the old one, verified, and only then takes its name. Reads and decodes all shards; those that are
+sound stay as they are."""
 EPILOG = """\
 example:
-  hstransport repair /data/shards --dry-run
-  hstransport repair /data/shards && hstransport verify /data/shards
+  hstransport repair /data/shards
+  hstransport repair /data/shards/shard-000007.zst
 
-exit status: 0 nothing was to repair, or nothing is lost; 1 something is lost, a line for each file;
-2 when a consumer is writing there, or the directory or file cannot be used.
+Blocks are not brought back. Where a shard is damaged before its index, the new one ends with the
+last window that is whole, and the old file is kept beside it (….damaged). A shard whose index is
+sound is left alone, whatever else is wrong with it: it is read through its index. Needs room for
+the largest shard, and no consumer at work in the directory.
+
+exit status: 0 every shard is sound now; 1 something that was stored is lost (a line for each
+shard); 2 when nothing could be done.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", type=Path, help="a directory of shards, or a shard")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("path", metavar="PATH", help="a directory of shards, or a shard")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a shard")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from hstransport_consumer.repair import repair
 
-    done = repair(arguments.path, dry_run=arguments.dry_run)
-    lost = any(r.lost for r in done)
-    if arguments.json:
-        print(json.dumps({"lost": lost, "files": [dataclasses.asdict(r) for r in done]}))
-        return int(lost)
-    for r in done:
-        if r.needed:
-            print(f"{r.file}: {r.what}")
-    if not any(r.needed for r in done):
-        print(f"nothing to repair: the indexes of {len(done):,} shards are whole")
-    return int(lost)
+    lost = False
+    for done in repair(arguments.path):
+        lost |= done.lost
+        if arguments.json:
+            print(json.dumps(dataclasses.asdict(done)))
+        else:
+            print(f"{done.file}: {done.what}")
+    return 1 if lost else 0
