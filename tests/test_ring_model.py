@@ -1,4 +1,4 @@
-"""The ring's protocol, every interleaving of it: csrc/ring.pml under spin. `make stress` runs it."""
+"""The ring's protocol, every interleaving of it: csrc/ring.pml under spin, in `make stress`."""
 
 from __future__ import annotations
 
