@@ -23,6 +23,19 @@ from rig.server import SGLangServer
 SHM = Path("/dev/shm")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`make stress` says how long; without it the same tests are short."""
+    parser.addoption(
+        "--stress", type=float, default=0, metavar="MINUTES", help="each fuzzer's time"
+    )
+
+
+@pytest.fixture(scope="session")
+def stress_minutes(pytestconfig: pytest.Config) -> float:
+    """Minutes for each fuzzer, and the long form of the kill tests; 0 outside of `make stress`."""
+    return float(pytestconfig.getoption("--stress"))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Say why a test cannot run here. In CI the lack of SGLang is a failure of the setup."""
     if item.get_closest_marker("gpu") and not Path("/dev/nvidiactl").exists():

@@ -11,12 +11,10 @@ from pathlib import Path
 from hstransport.errors import ShardError
 
 from . import directory
-
-Buffer = bytes | memoryview
+from .direct import Buffer, DirectFile, write_all
 
 SYNC_BYTES = 256 << 20
 """So much is written between two syncs that run beside the writing."""
-_IOV_MAX = 1024
 
 
 class Appender:
@@ -26,6 +24,7 @@ class Appender:
         self.path = path
         self.size = size
         self._fd = fd
+        self._direct = DirectFile(path, fd)
         self._durable = durable
         self._syncs = ThreadPoolExecutor(1, "hstransport-sync")
         self._syncing: Future[None] | None = None
@@ -66,7 +65,7 @@ class Appender:
         what was written earlier did not reach the disk.
         """
         self._check_synced()
-        transaction = Transaction(self._fd, self.size)
+        transaction = Transaction(self._fd, self._direct, self.size)
         try:
             try:
                 yield transaction
@@ -152,6 +151,7 @@ class Appender:
     def close(self) -> None:
         if self._fd >= 0:
             self._syncs.shutdown()
+            self._direct.close()
             os.close(self._fd)
             self._fd = -1
 
@@ -159,8 +159,9 @@ class Appender:
 class Transaction:
     """Writes past the end of the file; ``end`` is where the next one goes."""
 
-    def __init__(self, fd: int, end: int) -> None:
+    def __init__(self, fd: int, direct: DirectFile, end: int) -> None:
         self._fd = fd
+        self._direct = direct
         self._writing: list[Future[int]] = []
         self.end = end
 
@@ -171,12 +172,13 @@ class Transaction:
         return at
 
     def put(self, buffers: Sequence[Buffer]) -> None:
-        self.end = _write_all(self._fd, buffers, self.end)
+        self.end = write_all(self._fd, buffers, self.end)
 
     def put_by(self, pool: Executor, buffers: Sequence[Buffer]) -> Future[int]:
-        """As :meth:`put`, by a thread of ``pool``; the buffers are read until it is done."""
+        """As :meth:`put`, by the one thread of ``pool`` and past the page cache; the buffers are
+        read until it is done."""
         at = self.leave(sum(map(len, buffers)))
-        future = pool.submit(_write_all, self._fd, buffers, at)
+        future = pool.submit(self._direct.write, buffers, at)
         self._writing.append(future)
         return future
 
@@ -189,18 +191,4 @@ class Transaction:
 
     def fill(self, at: int, data: bytes) -> None:
         """Write into room that was left."""
-        _write_all(self._fd, [data], at)
-
-
-def _write_all(fd: int, buffers: Sequence[Buffer], at: int) -> int:
-    """Write all buffers at offset ``at``; returns the end. The kernel may take fewer at a time."""
-    left = [memoryview(b) for b in buffers if len(b)]
-    left.reverse()
-    while left:
-        n = os.pwritev(fd, left[: -_IOV_MAX - 1 : -1], at)
-        at += n
-        while left and n >= len(left[-1]):
-            n -= len(left.pop())
-        if n:
-            left[-1] = left[-1][n:]
-    return at
+        write_all(self._fd, [data], at)

@@ -65,10 +65,10 @@ class Packer:
         future, buffer = self._ahead.popleft()
         try:
             packed = future.result()
+            write = out.put_by(self._writer, [head(packed), *packed.frames])
         except BaseException:
             self._free.append(buffer)
             raise
-        write = out.put_by(self._writer, [head(packed), *packed.frames])
         self._writing.append((write, buffer))
         self._start()
         return packed

@@ -19,11 +19,12 @@ from . import directory
 from . import format as fmt
 from .directory import PARTIAL, Entry
 from .findings import VerifyReport
-from .format import pack_frame, pread
+from .format import pread
 from .progress import pack_progress
 from .recover import Unfinished, read_unfinished
 from .shard import open_shard
 from .verify_frames import verify_file
+from .writer import footer_of
 
 DAMAGED = ".damaged"
 _NEW = ".repair"
@@ -87,10 +88,9 @@ def _rebuild(fd: int, size: int, entry: Entry, done: Unfinished, blocks: int) ->
         if taken.exists():
             raise FileExistsError(f"{taken} exists: move it out of the directory first")
     fresh = path.with_name(final.name + _NEW)
-    footer = pack_frame(fmt.FOOTER, index.tables().pack(pack_progress(index.progress)))
-    trailer = fmt.pack_trailer(done.end, len(footer), index.header.uid)
+    tail = footer_of(index, pack_progress(index.progress), done.end)
     try:
-        _write(fresh, fd, done.end, [footer, trailer])
+        _write(fresh, fd, done.end, tail)
         blocks = _check(fresh, blocks)
         if cut:
             kept.hardlink_to(path)

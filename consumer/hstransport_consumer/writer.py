@@ -443,19 +443,23 @@ class DatasetWriter:
             self._next_number -= 1
             self._file = self._index = None
         else:
-            body = index.tables().pack(pack_progress(self._progress))
-            footer = pack_frame(fmt.FOOTER, body)
-            trailer = fmt.pack_trailer(file.size, len(footer), index.header.uid)
+            tail = footer_of(index, pack_progress(self._progress), file.size)
             name = directory.shard_path(self.directory, index.header.number)
             # From its name on the shard may be taken away: what is to be known of it comes first.
             file.finish(
-                [footer, trailer],
+                tail,
                 name,
                 ready=lambda: self._keep_next(index.header.meta),
             )
             self._file = self._index = None
             if self._on_shard:
                 self._on_shard(name)
+
+
+def footer_of(index: ShardIndex, carry: bytes, at: int) -> list[bytes]:
+    """What a shard ends with whose frames end at byte ``at``."""
+    footer = pack_frame(fmt.FOOTER, index.tables().pack(carry))
+    return [footer, fmt.pack_trailer(at, len(footer), index.header.uid)]
 
 
 def _ended(plan: WindowPlan, run: RunState) -> Iterator[Ended]:

@@ -13,6 +13,7 @@
 
 #include "check.h"
 #include "codec.h"
+#include "pack.h"
 #include "ring_reader.h"
 #include "ring_writer.h"
 
@@ -161,6 +162,52 @@ void planes_join_to_what_was_split() {
   }
 }
 
+// What zstd makes of the frames is for tests/test_pack.py: here every byte lies in its bounds.
+void planes_are_packed_within_their_bounds() {
+  std::mt19937_64 random(4);
+  for (int round = 0; round < 300; ++round) {
+    const size_t hidden = 1 + random() % (round % 10 ? 900 : 70000);
+    const size_t rows = 1 + random() % (400000 / hidden + 1), stride = hidden + random() % 5;
+    // Exponents of a few values up to all of them, evenly and not.
+    const int spread = round % 9, keep = 1 + static_cast<int>(random() % 256);
+    std::vector<uint16_t> src(rows * stride), dst(rows * stride);
+    for (uint16_t& word : src) {
+      const uint64_t bits = random();
+      const int exponent = spread == 0 ? bits % keep : __builtin_ctzll(bits | 1ull << 50) * spread;
+      word = static_cast<uint16_t>((exponent & 255) << 7 | (bits >> 40 & 0x807f));
+    }
+    std::vector<uint8_t> bias(hidden);
+    for (uint8_t& value : bias) value = static_cast<uint8_t>(random() % 4);
+    const auto* from = reinterpret_cast<const uint8_t*>(src.data());
+    const size_t half = rows / 2;
+    const std::vector<Piece> pieces = {
+        {from, 0, 2 * stride, half},
+        {from + 2 * half * stride, 0, 2 * stride, rows - half},
+    };
+    // Just as large as it must be, so that a sanitizer sees the first byte beyond.
+    std::vector<uint8_t> first(packed_bound(rows * hidden)), second(first.size());
+    const auto [coded, raw] =
+        pack_plane(pieces, 0, hidden, bias.data(), first.data(), second.data());
+    REQUIRE(coded <= rows * hidden + rows * hidden / 256 + 64);
+    std::vector<uint8_t> exponents(rows * hidden), mantissas(rows * hidden);
+    split_planes(from, rows, hidden, 2 * stride, bias.data(), exponents.data(), mantissas.data());
+    second.resize(raw);
+    auto* to = reinterpret_cast<uint8_t*>(dst.data());
+    REQUIRE(join_raw_frame(exponents.data(), second.data(), raw, bias.data(), to, rows, hidden,
+                           2 * stride) == Unpacked::kWell);
+    for (size_t r = 0; r < rows; ++r) {
+      REQUIRE(std::memcmp(&src[r * stride], &dst[r * stride], 2 * hidden) == 0);
+    }
+    for (int hits = 0; hits < 20; ++hits) {  // a bent frame is refused, or read within its bounds
+      std::vector<uint8_t> bent(second.begin(),
+                                second.end() - random() % std::min<size_t>(raw, 40));
+      bent[random() % std::min<size_t>(bent.size(), 64)] ^= 1 << random() % 8;
+      join_raw_frame(exponents.data(), bent.data(), bent.size(), bias.data(), to, rows, hidden,
+                     2 * stride);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -170,5 +217,6 @@ int main() {
   close_ends_a_wait(path);
   garbage_is_refused(path);
   planes_join_to_what_was_split();
+  planes_are_packed_within_their_bounds();
   std::puts("ring_test: all well");
 }
