@@ -12,7 +12,7 @@ import pytest
 from hstransport_consumer import DatasetWriter, open_shards
 from hstransport_consumer.verify import verify
 from rig.consumer import ConsumerProcess
-from rig.disk import WRITES, mounted, tampered
+from rig.disk import CACHED, DIRECT, mounted, tampered
 from rig.producer import Bits, Producer
 from test_disk import MIB, wait_until
 
@@ -36,13 +36,16 @@ def same(out: Path, expected: Mapping[str, Bits]) -> None:
     assert verify(out).ok
 
 
-@pytest.mark.parametrize("durability", ["process", "machine"])
+@pytest.mark.parametrize(
+    ("durability", "call", "hidden"),
+    [("process", CACHED, 64), ("process", DIRECT, 2048), ("machine", "fdatasync", 64)],
+    ids=["cached", "direct", "sync"],
+)
 def test_an_error_in_mid_write_ends_the_consumer_and_the_next_one_goes_on(
-    durability: str, ring_dir: Path, tmp_path: Path
+    durability: str, call: str, hidden: int, ring_dir: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    call = WRITES if durability == "process" else "fdatasync"
-    producer = Producer(ring_dir, ring_bytes=16 * MIB)
+    producer = Producer(ring_dir, ring_bytes=64 * MIB, hidden=hidden)
     with ConsumerProcess(out, ring_dir, "--durability", durability) as consumer:
         process = started(consumer)
         states = {"before": producer.sample("before", 300)}
@@ -84,7 +87,7 @@ def test_on_a_disk_that_stands_still_a_server_that_drops_never_waits(
     out = tmp_path / "out"
     producer = Producer(ring_dir, ring_bytes=4 * MIB, policy="drop")
     with ConsumerProcess(out, ring_dir) as consumer:
-        with tampered(started(consumer), f"{WRITES}:delay_enter=200000"):
+        with tampered(started(consumer), f"{CACHED}:delay_enter=200000"):
             states = {str(i): producer.sample(str(i), 300) for i in range(200)}
         counters = producer.ring.counters
         assert counters.ring_full and not counters.ring_stall_ns and not counters.stage_stall_ns

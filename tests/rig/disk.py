@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-WRITES = "pwritev,pwritev2"
-"""The system calls by which a consumer writes shards."""
+CACHED, DIRECT = "pwritev,pwritev2", "pwrite64"
+"""The system calls by which a consumer writes shards, through the page cache and past it."""
 
 
 def mount(*arguments: str | Path) -> None:
@@ -37,7 +37,7 @@ def mounted(path: Path, *arguments: str | Path) -> Iterator[Path]:
 @contextmanager
 def tampered(process: subprocess.Popen[bytes], *calls: str) -> Iterator[None]:
     """Have system calls of a running process fail or take long, as strace's ``-e inject=`` says:
-    ``f"{WRITES}:error=EIO"``, ``"fdatasync:delay_enter=100000"`` (microseconds)."""
+    ``f"{CACHED}:error=EIO"``, ``"fdatasync:delay_enter=100000"`` (microseconds)."""
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed: it is what makes the disk fail")
     names = ",".join(call.partition(":")[0] for call in calls)
