@@ -91,6 +91,7 @@ def test_on_a_disk_that_stands_still_a_server_that_drops_never_waits(
             states = {str(i): producer.sample(str(i), 300) for i in range(200)}
         counters = producer.ring.counters
         assert counters.ring_full and not counters.ring_stall_ns and not counters.stage_stall_ns
+        wait_until(lambda: stored(producer))
         producer.sample("after", 300)
         samples = consumer.wait_for([*states, "after"])
         producer.close()
