@@ -48,8 +48,8 @@ the consumer died; so a command may see a shard twice. At the end the last shard
 handed over too, and the consumer waits for the commands; a second signal ends at once.
 
 exit status: 0 stopped in order; 1 a bug; 2 bad arguments, a directory or session that cannot be
-used, or a disk that fails (one that is full is waited for); 3 stopped in order, and a command of --on-shard failed. A ring that cannot be used is named
-in the log and left alone.
+used, or a disk that fails (one that is full is waited for); 3 stopped in order, and a command of
+--on-shard failed. A ring that cannot be used is named in the log and left alone.
 """
 
 
