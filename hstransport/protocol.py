@@ -179,11 +179,34 @@ def unpack_info(data: bytes) -> SessionInfo:
         info = SessionInfo(**raw)
     except (KeyError, TypeError) as e:
         raise ProtocolError(f"session info is incomplete: {e}") from None
+    check_types(info)
     if not (0 < _nat(info.hidden) <= 1 << 20 and 0 < info.planes <= 1024):
         raise ProtocolError(f"session info: hidden={info.hidden}, planes={info.planes} are absurd")
     if info.dtype != "bfloat16":
         raise ProtocolError(f"session info: dtype {info.dtype!r} is not bfloat16")
     return info
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "bool": (bool,),
+    "int": (int,),
+    "float": (float, int),
+    "tuple[int, ...]": (tuple,),
+}
+
+
+def check_types(record: Any) -> None:
+    """ProtocolError that names the first field of a dataclass that is not of its type.
+
+    What was unpacked may be anything: a list cannot be a key, nor 24.0 a width.
+    """
+    for f in fields(record):
+        value = getattr(record, f.name)
+        if type(value) not in _TYPES[str(f.type)]:
+            raise ProtocolError(f"{f.name} is {value!r:.40}, not of type {f.type}")
+        if f.type == "int":
+            _nat(value)
 
 
 def pack_event(event: Event) -> tuple[int, bytes]:
@@ -389,9 +412,21 @@ def _text(x: Any) -> str:
     return x
 
 
+def unpack_whole(data: bytes) -> Any:
+    """``msgpack.unpackb``, once it is known that all the items are there that the heads announce.
+
+    It takes room for them as it comes to a head, level by level: some bytes could have it take any
+    amount. Raises many types for malformed input.
+    """
+    items = msgpack.Unpacker(max_buffer_size=0)
+    items.feed(data)
+    items.skip()
+    return msgpack.unpackb(data, strict_map_key=True)
+
+
 def _unpack(data: bytes) -> Any:
     try:
-        return msgpack.unpackb(data, strict_map_key=True)
+        return unpack_whole(data)
     except Exception as e:  # msgpack raises many types for malformed input
         raise ProtocolError(f"not msgpack: {type(e).__name__}: {e}") from None
 

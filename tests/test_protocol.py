@@ -1,6 +1,8 @@
 """Metadata and messages: what is packed comes back, what is malformed is refused."""
 
 import contextlib
+import tracemalloc
+from functools import partial
 
 import msgpack
 import numpy as np
@@ -114,9 +116,25 @@ def test_random_bytes_never_raise_anything_else(data, kind):
             unpack()
 
 
+def test_arrays_that_are_not_there_take_no_memory():
+    """Each of them announces 32,768 items, and there are few bytes: unpackb makes room level by
+    level."""
+    bomb = b"\xdd\0\0\x80\0" * 13000
+    tracemalloc.start()
+    for unpack in (unpack_messages, unpack_info, partial(unpack_event, START)):
+        with pytest.raises(ProtocolError, match="not msgpack"):
+            unpack(bomb)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
+
+
 @pytest.mark.parametrize(
     "change",
-    [{"v": 2}, {"hidden": 0}, {"hidden": 1 << 30}, {"dtype": "float32"}, {"layers": [-1]}],
+    [
+        *({"v": 2}, {"hidden": 0}, {"hidden": 1 << 30}, {"dtype": "float32"}, {"layers": [-1]}),
+        *({"hidden": 64.0}, {"final": "yes"}, {"final": 0.5}, {"run": ["ab12"]}, {"rank": -1}),
+    ],
 )
 def test_session_info_of_another_version_or_shape_is_refused(change):
     raw = msgpack.unpackb(pack_info(INFO)) | change

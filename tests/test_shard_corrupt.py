@@ -142,7 +142,7 @@ def bend_footer(
     blob = bytearray(body[4 + length :])
     if column:
         name, item, value = column
-        code = "<" + COLUMNS[name]
+        code = "<" + COLUMNS.get(name, "B")
         at = fields["columns"][name][0] + item * struct.calcsize(code)
         struct.pack_into(code, blob, at, value)
     head(fields)
@@ -206,6 +206,21 @@ BENT: dict[str, tuple[Callable[[bytes], bytes], type[Exception], str]] = {
         lambda d: bend_frames(d, b"HShd", set_dataset("dtype", "float8")),
         CorruptShardError,
         "float8",
+    ),
+    "final is text": (
+        lambda d: bend_frames(d, b"HShd", set_dataset("final", "yes")),
+        CorruptShardError,
+        "final is 'yes', not of type bool",
+    ),
+    "hidden is no whole number": (
+        lambda d: bend_frames(d, b"HShd", set_dataset("hidden", 24.0)),
+        CorruptShardError,
+        "hidden is 24.0, not of type int",
+    ),
+    "arrays in arrays": (
+        lambda d: pack_frame(b"HShd", b"\xdd\0\0\x80\0" * 13000) + d[300:],
+        CorruptShardError,
+        "not msgpack",
     ),
     "header no map": (
         lambda d: bend_frames(d, b"HShd", lambda b: [1]),
@@ -315,6 +330,21 @@ BENT: dict[str, tuple[Callable[[bytes], bytes], type[Exception], str]] = {
         ShardError,
         "overlap",
     ),
+    "sample's tokens": (
+        lambda d: bend_footer(d, column=("sample.tokens", 0, 1 << 31)),
+        CorruptShardError,
+        "absurd number of tokens",
+    ),
+    "rows past the tokens": (
+        lambda d: bend_footer(d, column=("sample.tokens", 0, 3)),
+        ShardError,
+        "has rows up to 9, and 3 tokens",
+    ),
+    "ids are no text": (
+        lambda d: bend_footer(d, column=("ids", 0, 0xFF)),
+        CorruptShardError,
+        "not UTF-8",
+    ),
     "sample's run": (
         lambda d: bend_footer(d, column=("sample.run", 0, 3)),
         CorruptShardError,
@@ -384,6 +414,11 @@ WALKED: dict[str, tuple[bytes, Callable[[dict[str, Any]], Any], str]] = {
     ),
     "unknown state": (b"HSen", set_key("state", "fine"), "unknown"),
     "other run": (b"HSrn", lambda b: b.__setitem__("info", b"\x80"), "protocol version"),
+    "run of no name": (
+        b"HSrn",
+        lambda b: b.__setitem__("info", msgpack.packb(msgpack.unpackb(b["info"]) | {"run": [1]})),
+        r"run is \[1\], not of type str",
+    ),
     "long id": (b"HSst", set_key("id", "x" * 600), "512"),
 }
 
@@ -430,7 +465,7 @@ def test_an_absurd_frame_size_allocates_nothing(good: tuple[Script, bytes], tmp_
 
 
 def test_absurd_tokens_allocate_nothing(good: tuple[Script, bytes], tmp_path: Path) -> None:
-    put(tmp_path, bend_footer(good[1], column=("sample.tokens", 0, 1 << 31)))
+    put(tmp_path, bend_footer(good[1], column=("sample.tokens", 0, (1 << 31) - 1)))
     with pytest.raises(ShardError, match="is missing"):
         _ = open_shards(tmp_path)[0].hidden_states
 

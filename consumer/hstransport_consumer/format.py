@@ -24,10 +24,11 @@ from hstransport.errors import (
     CorruptShardError,
     DatasetMismatchError,
     NotAShardError,
+    ProtocolError,
     ShardVersionError,
     TornShardError,
 )
-from hstransport.protocol import SessionInfo
+from hstransport.protocol import SessionInfo, check_types, unpack_whole
 
 VERSION = 1
 FORMAT = "hstransport shard"
@@ -86,7 +87,7 @@ class Frame:
 
     def unpack_map(self, data: bytes) -> dict[str, Any]:
         try:
-            raw = msgpack.unpackb(data, strict_map_key=True)
+            raw = unpack_whole(data)
         except Exception as e:  # msgpack raises many types for malformed input
             raise self.corrupt(f"not msgpack: {type(e).__name__}: {e}") from None
         if not isinstance(raw, dict):
@@ -278,11 +279,12 @@ def _parse_header(frame: Frame, raw: dict[str, Any]) -> Header:
         meta = DatasetMeta(**{f.name: data[f.name] for f in fields(DatasetMeta)})  # type: ignore[index]
         layers = tuple(frame.number(k, "layer", 1 << 31) for k in meta.layers)
         meta = DatasetMeta(**{**asdict(meta), "layers": layers})
+        check_types(meta)
         meta.check_limits()
-    except (KeyError, TypeError, ValueError) as e:
+    except (KeyError, TypeError, ValueError, ProtocolError) as e:
         raise frame.corrupt(f"dataset: {type(e).__name__}: {e}") from None
-    if len(uid) != 16 or not isinstance(meta.model, str):
-        raise frame.corrupt("uid or model is malformed")
+    if len(uid) != 16:
+        raise frame.corrupt(f"uid of {len(uid)} bytes")
     return Header(uid, frame.nat(raw, "number"), meta)
 
 

@@ -117,9 +117,9 @@ class Sample:
 
     @property
     def loss_mask(self) -> npt.NDArray[np.uint8] | None:
-        """uint8 ``[tokens]``, or None if the request came without a mask."""
+        """uint8, one for each of :attr:`token_ids`; None if the request came without a mask."""
         mask = self.start.loss_mask
-        return None if mask is None else decode_loss_mask(mask, self.tokens)
+        return None if mask is None else decode_loss_mask(mask, len(self.token_ids))
 
     @cached_property
     def run(self) -> SessionInfo:
@@ -310,6 +310,12 @@ class Sample:
         ]
         if any(a.position + a.rows > b.position for a, b in itertools.pairwise(parts)):
             raise ShardError(f"{self._shard.path}: rows of sample {self.id!r} overlap")
+        reach = parts[-1].position + parts[-1].rows if parts else 0
+        if reach > self.tokens:
+            raise ShardError(
+                f"{self._shard.path}: sample {self.id!r} has rows up to {reach}, and {self.tokens} "
+                "tokens"
+            )
         return parts
 
     @cached_property

@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from .format import MAX_CHUNK_BYTES, DatasetMeta, Frame
+from .format import MAX_CHUNK_BYTES, MAX_TOKENS, DatasetMeta, Frame
 from .states import STATES
 
 assert sys.byteorder == "little", "shards are little-endian, and read without conversion"
@@ -203,10 +203,12 @@ def _checks(t: Tables, meta: DatasetMeta, footer_offset: int) -> list[tuple[str,
         ("a segment names an unknown shard", _any_ge(c["segment.shard"], len(t.shards))),
         ("a segment names an unknown chunk", lost),
         ("a segment reaches outside of its chunk", beyond),
+        ("a sample has an absurd number of tokens", _any_ge(c["sample.tokens"], MAX_TOKENS + 1)),
         ("a sample names an unknown run", _any_ge(c["sample.run"], len(t.runs))),
         ("a sample names an unknown shard", _any_ge(c["sample.start_shard"], len(t.shards))),
         ("a sample names an unknown state", _any_ge(c["sample.state"], len(t.states))),
         ("sample ids are out of order", _bad_ends(c["sample.id_end"], len(t.ids))),
+        ("sample ids are not UTF-8", _not_utf8(t.ids, c["sample.id_end"])),
         (
             "segment ranges are out of order",
             _bad_ends(c["sample.segment_end"], len(c["segment.rows"])),
@@ -223,3 +225,14 @@ def _bad_ends(ends: Column, limit: int) -> bool:
     if not len(ends):
         return limit != 0
     return bool((ends[1:] < ends[:-1]).any()) or int(ends[-1]) != limit
+
+
+def _not_utf8(text: Column, ends: Column) -> bool:
+    """Whether some part of ``text`` that ends at one of ``ends`` is not UTF-8."""
+    try:
+        text.tobytes().decode()
+    except UnicodeDecodeError:
+        return True
+    # All of it is: then a part is, unless it begins in the midst of a character.
+    starts = ends[ends < len(text)]
+    return bool((text[starts] & 0xC0 == 0x80).any())

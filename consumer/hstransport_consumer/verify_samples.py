@@ -65,9 +65,6 @@ def _problems(
     start = None if sample.start_shard in excused else sample.start
     end = sample.end
     covered = Coverage(sample.ranges)
-    if covered.ranges and covered.ranges[-1][1] > sample.tokens:
-        yield f"has rows up to {covered.ranges[-1][1]}, and {sample.tokens} tokens"
-        return
     if sample.state != State.UNFINISHED:
         due = judge(end.reason, end.tokens, end.dropped, end.cached, covered)
         if sample.state != due:
@@ -87,20 +84,22 @@ def _problems(
 def _odd_rows(
     sample: Sample, walked: Mapping[bytes, Walked], excused: Container[bytes]
 ) -> Iterator[str]:
-    flags = np.zeros(sample.tokens, np.uint8)
+    seen: list[tuple[int, Flags]] = []
     for p in sample.stored:
         if p.shard in excused:
             continue
         chunks = walked[p.shard].flags if p.shard in walked else []
         found: Flags | None = chunks[p.chunk] if p.chunk < len(chunks) else None
-        if found is None:
+        if found is None or p.row + p.rows > len(found):
             yield f"rows {p.position} to {p.position + p.rows - 1} cannot be decoded"
         else:
-            flags[p.position : p.position + p.rows] = found[p.row : p.row + p.rows]
+            seen.append((p.position, found[p.row : p.row + p.rows]))
     for flag, words in _WORDS.items():
-        rows = np.flatnonzero(flags & flag)
-        if len(rows):
+        rows = [position + np.flatnonzero(flags & flag) for position, flags in seen]
+        count = sum(map(len, rows))
+        if count:
+            first = min(int(r[0]) for r in rows if len(r))
             yield (
-                f"{len(rows)} rows hold {words} in some layer, the first at token {rows[0]} "
+                f"{count} rows hold {words} in some layer, the first at token {first} "
                 f"(label {ALLOW_LABEL} = true allows it)"
             )
