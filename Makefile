@@ -2,13 +2,15 @@
 # SGLANG_VERSION=0.5.18 make ... uses another SGLang release, in a virtual environment of its own.
 
 PYTHON ?= python3
+MINUTES ?= 2
 RIG := PYTHONPATH=tests $(PYTHON) -m rig.build_env
 VENV := $(shell $(RIG) --print-venv)
 PY := $(VENV)/bin/python
+STRESS_TESTS := tests/test_native.py tests/test_ring_model.py tests/test_fuzz.py tests/test_kills.py
 CXX_FILES = $(wildcard csrc/*.cpp csrc/*.h csrc/tests/*.cpp csrc/*.cu csrc/*.cuh)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-gpu test-releases check lint format clean
+.PHONY: help setup demo test test-fast test-gpu test-releases stress check lint format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -30,6 +32,9 @@ test-gpu: setup ## the tests that need an NVIDIA GPU; they skip with the reason 
 
 test-releases: setup ## check every SGLang release that pip offers (downloads their sources)
 	@SGLANG_RELEASES=all $(PY) -m pytest tests/test_releases.py $(ARGS)
+
+stress: setup ## sanitizers, spin, fuzzers for MINUTES=2 each, hundreds of kills; skips say what to install
+	@$(PY) -m pytest --stress $(MINUTES) $(STRESS_TESTS) --durations=0 $(ARGS)
 
 lint: setup ## formatting, ruff, mypy, clang-format
 	$(PY) -m ruff format --check .

@@ -37,9 +37,9 @@ bool RingFile::unlink() {
 
 // Maps the file by another open() of its name (lock_file.h says why); it must be the same inode.
 static std::shared_ptr<Mapping> map_again(const std::string& path, const struct stat& locked,
-                                          Access access) {
+                                          Access access, int flags = O_NOFOLLOW) {
   const int mode = access == Access::kRead ? O_RDONLY : O_RDWR;
-  const int fd = ::open(path.c_str(), mode | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  const int fd = ::open(path.c_str(), mode | O_CLOEXEC | O_NONBLOCK | flags);
   if (fd < 0) throw OsError(errno, "cannot open the ring", path);
   struct stat st{};
   if (::fstat(fd, &st) != 0 || st.st_dev != locked.st_dev || st.st_ino != locked.st_ino) {
@@ -65,25 +65,46 @@ static void check_room(int fd, const std::string& path, uint64_t file_bytes) {
       path);
 }
 
-static std::string temporary_name(const std::string& path) {
-  uint64_t random = 0;
-  if (::getrandom(&random, sizeof random, 0) != sizeof random) {
-    throw OsError(errno, "cannot draw a random name", path);
+// A file that has not got its name yet. Where the file system can (tmpfs can) it has none at all,
+// and is gone with a process that is killed while it takes the ring's memory.
+struct Draft {
+  int fd = -1;
+  bool nameless = true;
+  std::string name;  // to open it again by
+};
+
+static Draft open_draft(const std::string& path) {
+  Draft draft;
+  const std::string folder = path.substr(0, path.rfind('/') + 1);
+  draft.fd = ::open(folder.empty() ? "." : folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  draft.name = cat("/proc/self/fd/", draft.fd);
+  if (draft.fd < 0 && (errno == EOPNOTSUPP || errno == EISDIR || errno == EINVAL)) {
+    uint64_t random = 0;
+    if (::getrandom(&random, sizeof random, 0) != sizeof random) {
+      throw OsError(errno, "cannot draw a random name", path);
+    }
+    char suffix[32];
+    std::snprintf(suffix, sizeof suffix, ".%016llx.tmp", static_cast<unsigned long long>(random));
+    draft.nameless = false;
+    draft.name = path + suffix;
+    const int flags = O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW;
+    draft.fd = ::open(draft.name.c_str(), flags, 0600);
   }
-  char suffix[32];
-  std::snprintf(suffix, sizeof suffix, ".%016llx.tmp", static_cast<unsigned long long>(random));
-  return path + suffix;
+  if (draft.fd < 0) throw OsError(errno, "cannot create the ring", path);
+  return draft;
 }
 
-// Renames without replacing. Where renameat2 is not supported, link() refuses to replace as well.
-static void publish(const std::string& temporary, const std::string& path) {
-  if (::syscall(SYS_renameat2, AT_FDCWD, temporary.c_str(), AT_FDCWD, path.c_str(),
-                RENAME_NOREPLACE) == 0) {
-    return;
-  }
-  if (errno == EINVAL || errno == ENOSYS) {
-    if (::link(temporary.c_str(), path.c_str()) == 0) {
-      ::unlink(temporary.c_str());
+// Names it without replacing. Where renameat2 is not supported, link() refuses to replace as well.
+static void publish(const Draft& draft, const std::string& path) {
+  const char* const name = draft.name.c_str();
+  if (draft.nameless) {
+    if (::linkat(AT_FDCWD, name, AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW) == 0) return;
+  } else {
+    if (::syscall(SYS_renameat2, AT_FDCWD, name, AT_FDCWD, path.c_str(), RENAME_NOREPLACE) == 0) {
+      return;
+    }
+    if ((errno == EINVAL || errno == ENOSYS) && ::link(name, path.c_str()) == 0) {
+      ::unlink(name);
       return;
     }
   }
@@ -101,10 +122,8 @@ std::unique_ptr<RingFile> RingFile::create(const std::string& path, uint64_t cap
         " bytes, at most ", kMaxInfoBytes, " are kept");
   if (::access(path.c_str(), F_OK) == 0) throw OsError(EEXIST, "a ring of this name exists", path);
 
-  const std::string temporary = temporary_name(path);
-  const int fd =
-      ::open(temporary.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
-  if (fd < 0) throw OsError(errno, "cannot create the ring", path);
+  const Draft draft = open_draft(path);
+  const int fd = draft.fd;
   auto file = std::make_unique<RingFile>(path, fd);
   try {
     // Now, so that nobody takes it for what a dead server left (stale.py).
@@ -122,7 +141,7 @@ std::unique_ptr<RingFile> RingFile::create(const std::string& path, uint64_t cap
     if (::fstat(fd, &st) != 0) throw OsError(errno, "cannot inspect the ring", path);
     file->dev = st.st_dev;
     file->ino = st.st_ino;
-    file->map = map_again(temporary, st, Access::kReadWrite);
+    file->map = map_again(draft.name, st, Access::kReadWrite, draft.nameless ? 0 : O_NOFOLLOW);
     // All memory is taken and mapped now: otherwise the first copies of a forward pass would do it,
     // and a full /dev/shm would be a SIGBUS in the middle of one.
     populate(fd, path, file->map->base(), file_bytes, progress);
@@ -137,9 +156,9 @@ std::unique_ptr<RingFile> RingFile::create(const std::string& path, uint64_t cap
     file->map->header_bytes = header_bytes;
     file->map->capacity_bytes = capacity_bytes;
     file->map->info_bytes = info.size();
-    publish(temporary, path);
+    publish(draft, path);
   } catch (...) {
-    ::unlink(temporary.c_str());
+    if (!draft.nameless) ::unlink(draft.name.c_str());
     throw;
   }
   return file;

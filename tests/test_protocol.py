@@ -81,32 +81,63 @@ def map_with(event, **changes):
 
 START_OK = Start(1, "i", "r", tokens(1))
 MALFORMED = {
-    "not msgpack": (ROWS, b"\xc1"),
-    "truncated": (ROWS, pack_event(Rows((Segment(1, 0, 1),)))[1][:-1]),
-    "not a map": (ROWS, msgpack.packb([1, 2, 3])),
-    "unknown kind": (77, msgpack.packb({})),
-    "absent field": (END, msgpack.packb({"sid": 1})),
-    "segments not in threes": (ROWS, msgpack.packb({"seg": [1, 2]})),
-    "no segments": (ROWS, msgpack.packb({"seg": []})),
-    "empty segment": (ROWS, msgpack.packb({"seg": [1, 2, 0]})),
-    "negative position": (ROWS, msgpack.packb({"seg": [1, -2, 1]})),
-    "float for a number": (ROWS, msgpack.packb({"seg": [1, 2.0, 1]})),
-    "boolean for a number": (ROWS, msgpack.packb({"seg": [1, True, 1]})),
-    "absurd number": (ROWS, msgpack.packb({"seg": [1, 2**63, 1]})),
-    "tokens not in fours": map_with(START_OK, prompt=b"abc"),
-    "tokens as text": map_with(START_OK, prompt="abcd"),
-    "id too long": map_with(START_OK, id="x" * 600),
-    "labels not a map": map_with(START_OK, labels=[1]),
-    "nested label": map_with(START_OK, labels={"a": {"b": 1}}),
-    "labels too large": map_with(START_OK, labels={"a": "x" * MAX_LABEL_BYTES}),
-    "mask of negatives": map_with(START_OK, mask=[-1]),
+    "not msgpack": (ROWS, b"\xc1", "not msgpack"),
+    "truncated": (ROWS, pack_event(Rows((Segment(1, 0, 1),)))[1][:-1], "not msgpack"),
+    "bytes after it": (ROWS, pack_event(Rows((Segment(1, 0, 1),)))[1] + b"x", "not msgpack"),
+    "not a map": (ROWS, msgpack.packb([1, 2, 3]), "a list, not a map"),
+    "keys that are no text": (ROWS, msgpack.packb({1: 2}), "not msgpack"),
+    "too large": (ROWS, bytes((8 << 20) + 1), "8388609 bytes exceeds 8388608"),
+    "unknown kind": (77, msgpack.packb({}), "kind 77 is unknown"),
+    "absent field": (END, msgpack.packb({"sid": 1}), "end metadata: KeyError: 'reason'"),
+    "segments not in threes": (ROWS, msgpack.packb({"seg": [1, 2]}), "not a multiple of 3"),
+    "no segments": (ROWS, msgpack.packb({"seg": []}), "0 segment numbers"),
+    "empty segment": (ROWS, msgpack.packb({"seg": [1, 2, 0]}), "an empty segment"),
+    "negative position": (ROWS, msgpack.packb({"seg": [1, -2, 1]}), "-2 is not a non-negative"),
+    "float for a number": (ROWS, msgpack.packb({"seg": [1, 2.0, 1]}), "2.0 is not a non-negative"),
+    "boolean for a number": (ROWS, msgpack.packb({"seg": [1, True, 1]}), "True is not a non"),
+    "absurd number": (ROWS, msgpack.packb({"seg": [1, 2**63, 1]}), "9223372036854775808 is not"),
+    "tokens not in fours": (*map_with(START_OK, prompt=b"abc"), "a multiple of 4"),
+    "tokens as text": (*map_with(START_OK, prompt="abcd"), "a multiple of 4"),
+    "id too long": (*map_with(START_OK, id="x" * 600), "at most 512 bytes"),
+    "id no text": (*map_with(START_OK, id=b"x"), "not a string"),
+    "time no number": (*map_with(START_OK, time="soon"), "could not convert"),
+    "labels not a map": (*map_with(START_OK, labels=[1]), "labels must be a map"),
+    "nested label": (*map_with(START_OK, labels={"a": {"b": 1}}), "label 'a'"),
+    "labels too large": (*map_with(START_OK, labels={"a": "x" * MAX_LABEL_BYTES}), "at most 65536"),
+    "mask of negatives": (*map_with(START_OK, mask=[-1]), "-1 is not a non-negative"),
+    "mask no list": (*map_with(START_OK, mask=7), "must be a list of run lengths"),
 }
 
 
 @pytest.mark.parametrize("case", MALFORMED)
 def test_malformed_metadata_is_refused(case):
-    with pytest.raises(ProtocolError):
-        unpack_event(*MALFORMED[case])
+    kind, data, words = MALFORMED[case]
+    with pytest.raises(ProtocolError, match=words):
+        unpack_event(kind, data)
+
+
+BAD_MESSAGES = {
+    "not msgpack": (b"\xc1", "not msgpack"),
+    "too large": (bytes((16 << 20) + 1), "16777217 bytes exceeds 16777216"),
+    "a pickle": (b"\x80\x04cos\nsystem\n", "not msgpack"),
+    "another version": (msgpack.packb([2, "ab", 0, []]), "version 1"),
+    "too short": (msgpack.packb([1, "ab", 0]), "array of 4 fields"),
+    "a map": (msgpack.packb({"v": 1}), "array of 4 fields"),
+    "run no text": (msgpack.packb([1, b"ab", 0, []]), "not a string"),
+    "rank negative": (msgpack.packb([1, "ab", -1, []]), "-1 is not a non-negative"),
+    "records no list": (msgpack.packb([1, "ab", 0, {}]), "no list of records"),
+    "record too short": (msgpack.packb([1, "ab", 0, [[1, 2, 3, 4]]]), "array of 5 fields"),
+    "record of text": (msgpack.packb([1, "ab", 0, ["abcde"]]), "array of 5 fields"),
+    "position too large": (msgpack.packb([1, "ab", 0, [[1, 2, 1 << 63, 4, b""]]]), "is not a non"),
+    "metadata as text": (msgpack.packb([1, "ab", 0, [[1, 2, 3, 4, "x"]]]), "is not bytes"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MESSAGES)
+def test_a_malformed_message_is_refused(case):
+    data, words = BAD_MESSAGES[case]
+    with pytest.raises(ProtocolError, match=words):
+        unpack_messages(data)
 
 
 @given(st.binary(max_size=200), st.sampled_from([ROWS, START, END, 0, 9]))

@@ -86,6 +86,12 @@ def produce_and_wait(pipe: Connection, path: Path, committed: int, pending: int)
     pipe.recv()
 
 
+def create(pipe: Connection, path: Path, capacity: int) -> None:
+    pipe.send("now")
+    RingWriter.create(path, capacity, b"")
+    pipe.recv()
+
+
 def consume_and_hold(pipe: Connection, path: Path, release: int, hold: int) -> None:
     """Release some records, hold others, then wait to be killed."""
     reader = RingReader.attach(path)
@@ -186,6 +192,14 @@ def test_a_killed_producers_ring_is_drained_and_removed(path: Path) -> None:
             assert not reader.unlink_if_orphaned() and path.exists()
             assert drain(reader) == [b"last"]
             assert reader.unlink_if_orphaned() and not path.exists()
+
+
+def test_a_producer_killed_while_it_takes_memory_leaves_none(path: Path) -> None:
+    with child(create, path, 128 << 20) as (process, pipe):
+        assert receive(pipe) == "now"
+        time.sleep(0.02)  # (the memory of such a ring takes five times as long)
+        kill(process)
+    assert {p.name for p in path.parent.iterdir()} <= {path.name}
 
 
 def test_a_second_consumer_is_refused_while_the_first_lives(path: Path) -> None:

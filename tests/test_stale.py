@@ -2,7 +2,6 @@
 
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -85,30 +84,28 @@ def jump(path):
 
 
 def test_ring_that_a_live_server_creates_is_left_alone_whatever_the_clock_says(ring_dir):
-    directory = session_directory(ring_dir, "s")
+    """Where it has a name by then: shared memory gives it none before it is complete."""
+    path = session_directory(ring_dir, "s") / ("ab" * 6 + "-0.ring.0123.tmp")
+    path.write_bytes(bytes(4096))
     code = f"""
-import sys
-sys.path[:0] = {sys.path!r}
-from hstransport.ring import RingWriter
-RingWriter.create({str(directory / ("ab" * 6 + "-0.ring"))!r}, 4 << 30, b"")
+import fcntl, time
+ring = open({str(path)!r}, "r+b")
+fcntl.lockf(ring, fcntl.LOCK_EX, 1)  # as RingWriter.create holds it
+print("held", flush=True)
+time.sleep(60)
 """
-    child = subprocess.Popen([sys.executable, "-c", code])
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    info = SessionInfo("cd" * 6, "s", "m", "0", (2,), True, 64, 6, rank=1)
     try:
-        while not (found := list(directory.glob("*.tmp"))):
-            assert child.poll() is None
-            time.sleep(0.001)
-        time.sleep(0.01)
-        child.send_signal(signal.SIGSTOP)
-        jump(found[0])
-        info = SessionInfo("cd" * 6, "s", "m", "0", (2,), True, 64, 6, rank=1)
+        assert child.stdout and child.stdout.readline() == "held\n"
+        jump(path)
         report_older_rings(ring_dir, info)
-        assert found[0].exists()
+        assert path.exists()
     finally:
         child.kill()
         child.wait()
-    jump(found[0])
     report_older_rings(ring_dir, info)
-    assert not found[0].exists()
+    assert not path.exists()
 
 
 def test_ring_left_by_a_run_is_drained_by_the_next_consumer(producer, ring_dir):

@@ -7,13 +7,17 @@ with, header and carry: the number that is due, and all that a writer must know 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from hstransport.errors import DatasetBusyError
+from hstransport.errors import DatasetBusyError, NotAShardError
 
 PARTIAL = ".partial"
 NEXT = ".next"
@@ -82,6 +86,39 @@ def create(directory: Path) -> None:
         ) from None
 
 
+def open_file(path: Path, flags: int = os.O_RDONLY, *, follow: bool = True) -> int:
+    """A descriptor of a regular file; NotAShardError for anything else, such as a pipe that would
+    never say anything. ``follow``: a symbolic link to one will do; not for what is written, which
+    must not land outside of the directory."""
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    try:
+        fd = os.open(path, flags, 0o644)
+    except OSError as e:
+        if e.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise
+        raise _not_regular(path) from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise _not_regular(path)
+    return fd
+
+
+def _not_regular(path: Path) -> NotAShardError:
+    return NotAShardError(
+        f"{path} is no regular file of this directory: move it out, or put the file itself here"
+    )
+
+
+@contextmanager
+def opened(path: Path, *, follow: bool = True) -> Iterator[int]:
+    """:func:`open_file` for a few reads."""
+    fd = open_file(path, follow=follow)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def sync(directory: Path) -> None:
     """Make creations, renames and removals in the directory last."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -95,7 +132,8 @@ def keep_next(directory: Path, head: bytes) -> None:
     """Write ``.next`` anew, whole or not at all."""
     path = directory / NEXT
     fresh = path.with_name(f"{NEXT}.new")
-    with fresh.open("wb") as file:
+    fresh.unlink(missing_ok=True)  # another's link would have something else overwritten
+    with fresh.open("xb") as file:
         file.write(head)
         file.flush()
         os.fsync(file.fileno())
@@ -104,8 +142,8 @@ def keep_next(directory: Path, head: bytes) -> None:
 
 def note_handed_over(directory: Path, name: str, uid: bytes) -> None:
     """Add a line to ``.handed-over``, on the disk when this returns."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-    fd = os.open(directory / HANDED_OVER, flags, 0o644)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    fd = open_file(directory / HANDED_OVER, flags, follow=False)
     try:
         # Begun with a line's end: one that a crash has torn spoils no other.
         os.write(fd, f"\n{name} {uid.hex()}\n".encode())
@@ -117,7 +155,8 @@ def note_handed_over(directory: Path, name: str, uid: bytes) -> None:
 def handed_over(directory: Path) -> set[bytes]:
     """The uids of the shards that were handed over."""
     try:
-        lines = (directory / HANDED_OVER).read_text(errors="replace").splitlines()
+        with open(open_file(directory / HANDED_OVER), errors="replace") as file:
+            lines = file.read().splitlines()
     except FileNotFoundError:
         return set()
     found = (re.fullmatch(r"\S+ ([0-9a-f]{32})", line) for line in lines)
@@ -141,7 +180,7 @@ class Lock:
     def __init__(self, directory: Path, *, guest: bool = False) -> None:
         path = directory / ".lock"
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._fd = open_file(path, os.O_RDWR | os.O_CREAT, follow=False)
         except PermissionError as e:
             raise PermissionError(
                 f"cannot write in {directory} ({e.strerror}): choose a directory that you may "

@@ -15,7 +15,7 @@ from hstransport.errors import CorruptShardError, ShardError, TornShardError
 
 from .appender import Appender
 from .bias import BiasEstimate
-from .directory import NEXT, list_shards
+from .directory import NEXT, list_shards, opened
 from .format import DatasetMeta, read_footer, read_header
 from .index import ChunkRecord, Progress, ShardIndex, WindowRecord
 from .progress import unpack_progress
@@ -150,15 +150,14 @@ def _accept(done: Unfinished, record: Record, fd: int, path: Path, check: bool) 
 def _read_next(directory: Path) -> Head | None:
     path = directory / NEXT
     try:
-        with path.open("rb", buffering=0) as file:
-            return read_head(file.fileno(), os.fstat(file.fileno()).st_size, path)
+        with opened(path) as fd:
+            return read_head(fd, os.fstat(fd).st_size, path)
     except FileNotFoundError:
         return None
 
 
 def _read_finished(found: Found, path: Path) -> None:
-    with path.open("rb", buffering=0) as file:
-        fd = file.fileno()
+    with opened(path) as fd:
         size = os.fstat(fd).st_size
         header, _ = read_header(fd, size, path)
         footer = read_footer(fd, size, path, header.uid)
@@ -172,8 +171,7 @@ def _read_finished(found: Found, path: Path) -> None:
 
 
 def _read_partial(found: Found, path: Path, trust_kernel: bool) -> None:
-    with path.open("rb", buffering=0) as file:
-        fd = file.fileno()
+    with opened(path, follow=False) as fd:  # it will be written to
         if not trust_kernel:  # after a failed sync the page cache has what the disk lacks
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         try:

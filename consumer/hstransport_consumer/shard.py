@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hstransport.errors import NotAShardError, TornShardError
 
-from . import codec
+from . import codec, directory
 from .directory import PARTIAL
 from .format import Frame, Header, corrupt, pread_into, read_footer, read_frame, read_header
 from .recover import read_unfinished
@@ -137,10 +137,10 @@ class PlaneCache:
 def open_file(path: Path) -> int:
     """A descriptor of ``path``, or of the finished file that an unfinished one became."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return directory.open_file(path)
     except FileNotFoundError:
         if path.name.endswith(PARTIAL):
-            return os.open(path.with_name(path.name[: -len(PARTIAL)]), os.O_RDONLY | os.O_CLOEXEC)
+            return directory.open_file(path.with_name(path.name[: -len(PARTIAL)]))
         raise
 
 

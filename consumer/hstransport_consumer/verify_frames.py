@@ -8,7 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from hstransport.errors import CorruptShardError, HsTransportError, TornShardError
+from hstransport.errors import (
+    CorruptShardError,
+    HsTransportError,
+    NotAShardError,
+    TornShardError,
+)
 from hstransport.protocol import Segment
 
 from . import codec
@@ -32,6 +37,9 @@ def verify_file(path: Path, number: int, partial: bool, report: VerifyReport) ->
         return None
     except OSError as e:
         report.note(path, f"cannot be opened: {e.strerror}")
+        return None
+    except NotAShardError as e:
+        report.note(path, str(e))
         return None
     try:
         size = os.fstat(fd).st_size
