@@ -60,14 +60,14 @@ class Ours:
         self._bias = self._estimate(planes, hidden)
         self._buffer = codec.FrameBuffer()
         self._out = [np.empty((planes, c.rows, hidden), np.uint16) for c in chunks]
-        self._packed: list[tuple[tuple[int, ...], memoryview]] = []
+        self._packed: list[list[memoryview]] = []
 
     def prepare(self) -> None:
         if self._packed:
             return
         for pieces in self._chunks:
-            sizes, frames = codec.encode_chunk(pieces, self._bias, self._buffer)
-            self._packed.append((sizes, memoryview(b"".join(frames))))
+            packed = codec.encode_chunk(pieces, self._bias, self._buffer)
+            self._packed.append([memoryview(bytes(frame)) for frame in packed.frames])
 
     def pack(self) -> int:
         size = self._bias.nbytes
@@ -76,14 +76,10 @@ class Ours:
         return size
 
     def unpack(self) -> None:
-        for (sizes, data), out in zip(self._packed, self._out, strict=True):
-            at = 0
+        for frames, out in zip(self._packed, self._out, strict=True):
             for plane, target in enumerate(out):
-                first, second = sizes[2 * plane : 2 * plane + 2]
-                exponents = codec.decode_frame(data[at : at + first], target.size)
-                mantissas = codec.decode_frame(data[at + first : at + first + second], target.size)
-                codec.join(exponents, mantissas, self._bias[plane], target)
-                at += first + second
+                pair = frames[2 * plane], frames[2 * plane + 1]
+                codec.unpack_plane(*pair, self._bias[plane], target)
 
     def check(self) -> None:
         for out in self._out:

@@ -209,7 +209,6 @@ const WriteCodes kWriteCodes = write_codes_any;
 
 void Counts::add(const uint8_t* data, size_t size) {
   // Four tables: two equal bytes in a row would wait for one another's count.
-  static_assert(sizeof(uint64_t) == 8);
   uint32_t parts[4][256] = {};
   size_t i = 0;
   for (; i + 8 <= size; i += 8) {

@@ -2,7 +2,6 @@
 // After the specification, https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>

@@ -145,9 +145,12 @@ WINDOW_HEAD_BYTES = len(pack_window(0, 0, 0, 0))
 
 def pread(fd: int, size: int, offset: int, path: Path) -> bytes:
     """Exactly ``size`` bytes at ``offset``; the caller has checked both against the file's size."""
-    data = bytearray(size)
-    pread_into(fd, memoryview(data), offset, path)
-    return bytes(data)
+    data = os.pread(fd, size, offset)
+    if len(data) < size:
+        rest = bytearray(size - len(data))
+        pread_into(fd, memoryview(rest), offset + len(data), path)
+        data += rest
+    return data
 
 
 def pread_into(fd: int, out: memoryview, offset: int, path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from .directory import PARTIAL, Entry, list_shards
+from .directory import PARTIAL, Entry, list_shards, named
 from .format import DatasetMeta
 from .index import id_hash
 from .sample import Sample
@@ -289,15 +289,8 @@ def _open_all(path: Path, partial: bool) -> list[Shard]:
             shard = open_unfinished(path)
             return [shard] if shard else []
         return [open_shard(path)]
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: name a directory of shards, or a shard")
-    entries = list_shards(path)
-    if not entries:
-        raise FileNotFoundError(
-            f"{path} holds no shards (shard-NNNNNN.zst): name the --out of hstransport-consumer"
-        )
     shards: list[Shard | None] = []
-    for entry in entries:
+    for entry in named(path):
         if not entry.partial or partial:
             shards.append(_open_present(entry))
         else:
