@@ -118,8 +118,7 @@ def consume(threads: int, **options: Any) -> Callable[[Path, Path], None]:
         with DatasetWriter(out, threads=threads, **options) as writer:
             packer = Packer(Streams(rings, SESSION), writer)
             packer.step()
-            while not packer.idle:
-                packer.step()
+            packer.drain()  # as when it is stopped: a window that is not full is not waited for
             packer.close()
 
     return empty
