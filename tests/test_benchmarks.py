@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,15 @@ def test_pack_smoke_stores_every_bit_out_of_the_ring(tmp_path):
     )
     check_positive(written, [f"synthetic_{name}" for name in names])
     assert 1.4 < written["synthetic_ratio"] < 1.6
+    assert not list((tmp_path / "place").iterdir())
+
+
+@pytest.mark.skipif(not shutil.which("fio"), reason="no fio (Debian: apt-get install fio)")
+def test_writes_smoke_compares_all_ways(tmp_path):
+    written = smoke("writes.py", tmp_path / "writes.json", "--place", tmp_path / "place")
+    check_provenance(written)
+    ways = ("pages", "direct", "uring_direct", "uring_pages")
+    check_positive(written, [f"{way}_gb_per_s" for way in ways])
     assert not list((tmp_path / "place").iterdir())
 
 
