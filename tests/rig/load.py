@@ -62,11 +62,12 @@ def main() -> None:
             begun += 1
             going[name] = producer.start(name, tokens_of(name)), 0
             os.write(fd, f"S {name}\n".encode())
-        if not going:
+        spans, states = [], []
+        open_ = sorted(name for name, (_, at) in going.items() if at < tokens_of(name))
+        if not open_:
             time.sleep(0.001)
             continue
-        spans, states = [], []
-        for name in rng.sample(sorted(going), rng.randint(1, len(going))):
+        for name in rng.sample(open_, rng.randint(1, len(open_))):
             sample, at = going[name]
             n = min(rng.choice([1, 1, 4, 40]), tokens_of(name) - at)
             spans.append((sample, at, n))
@@ -74,7 +75,8 @@ def main() -> None:
             going[name] = sample, at + n
         producer.rows(*spans, states=np.concatenate(states, axis=1))
         for name, (sample, at) in list(going.items()):
-            if at == tokens_of(name):
+            # One is always open, so that a kill leaves something unfinished.
+            if at == tokens_of(name) and len(going) > 1:
                 del going[name]
                 producer.end(sample, at, 1)
                 os.write(fd, f"E {name} {at} {producer.ring.head}\n".encode())
