@@ -12,6 +12,7 @@
 #include "check.h"
 #include "codec.h"
 #include "pack.h"
+#include "unpack.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -106,25 +107,29 @@ void bind_codec(nb::module_& m) {
       "exponents"_a.noconvert(), "mantissas"_a.noconvert(), "bias"_a.noconvert(), "dst_addr"_a,
       "rows"_a, "hidden"_a, "dst_stride_bytes"_a, "The exact inverse of split_planes.");
   m.def(
-      "join_raw_frame",
-      [](const ConstBytes& exponents, const ConstBytes& frame, const ConstBytes& bias,
+      "unpack_plane",
+      [](const ConstBytes& exponents, const ConstBytes& mantissas, const ConstBytes& bias,
          uintptr_t dst_addr, uint64_t rows, uint64_t hidden, uint64_t dst_stride_bytes) {
         check_words(dst_addr, rows, hidden, dst_stride_bytes);
         check_size("bias", bias.size(), hidden);
-        check_size("exponents", exponents.size(), rows * hidden);
-        Unpacked how;
-        {
-          nb::gil_scoped_release unlocked;
-          how =
-              join_raw_frame(exponents.data(), frame.data(), frame.size(), bias.data(),
-                             reinterpret_cast<uint8_t*>(dst_addr), rows, hidden, dst_stride_bytes);
-        }
-        if (how == Unpacked::kWrongSum) throw nb::value_error("the checksum does not match");
-        return how == Unpacked::kWell;
+        check(hidden >= 1, Fault::kConfig, "hidden=0: there is nothing to unpack");
+        nb::gil_scoped_release unlocked;
+        return unpack_plane({exponents.data(), exponents.size()},
+                            {mantissas.data(), mantissas.size()}, bias.data(),
+                            reinterpret_cast<uint8_t*>(dst_addr), rows, hidden, dst_stride_bytes);
       },
-      "exponents"_a.noconvert(), "frame"_a.noconvert(), "bias"_a.noconvert(), "dst_addr"_a,
+      "exponents"_a.noconvert(), "mantissas"_a.noconvert(), "bias"_a.noconvert(), "dst_addr"_a,
       "rows"_a, "hidden"_a, "dst_stride_bytes"_a,
-      "join_planes, with the sign+mantissa bytes in a zstd frame of raw blocks.");
+      "Join what the two zstd frames of a plane hold. False if they are not as pack_chunk writes "
+      "them, checksums included: then zstd is to judge.");
+  m.def(
+      "unpack_frame",
+      [](const ConstBytes& frame, const Bytes& out) {
+        nb::gil_scoped_release unlocked;
+        return unpack_frame({frame.data(), frame.size()}, out.data(), out.size());
+      },
+      "frame"_a.noconvert(), "out"_a.noconvert(),
+      "Unpack one zstd frame of as many bytes as `out` has. False as of unpack_plane.");
   m.def(
       "odd_rows",
       [](uintptr_t src_addr, uint64_t rows, uint64_t hidden, uint64_t src_stride_bytes,

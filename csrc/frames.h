@@ -4,12 +4,16 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <vector>
 
 #include "huffman.h"
 #include "xxhash64.h"
 
 namespace hst {
+
+constexpr uint32_t kFrameMagic = 0xFD2FB528;
+constexpr int kChecksum = 4, kSingleSegment = 32;  // of a frame's descriptor
+constexpr uint8_t kBlockWindow = (17 - 10) << 3;   // a window of Huffman::kMaxBlock
+enum BlockKind { kRaw = 0, kRepeated = 1, kCompressed = 2 };
 
 // A frame of `size` bytes takes no more, and while it is written kSlack more.
 size_t frame_bound(uint64_t size);
@@ -35,15 +39,5 @@ class RawFrame {
 // `huffman` is the caller's to keep, since it is large.
 size_t write_huffman_frame(const uint8_t* data, uint64_t size, const Counts& counts, uint64_t hash,
                            Huffman& huffman, uint8_t* out);
-
-// A block's content, where it lies in the frame.
-struct Block {
-  const uint8_t* data;
-  size_t size;
-};
-// Takes a frame apart that has `content` bytes in raw blocks and a checksum, as RawFrame writes it,
-// and nothing behind it; its checksum is for the caller to compare. False for any other bytes.
-bool parse_raw_frame(const uint8_t* frame, size_t size, uint64_t content,
-                     std::vector<Block>& blocks, uint32_t& checksum);
 
 }  // namespace hst

@@ -108,33 +108,4 @@ std::pair<size_t, size_t> pack_plane(const std::vector<Piece>& pieces, size_t pl
   return packer.close(exponents);
 }
 
-Unpacked join_raw_frame(const uint8_t* exponents, const uint8_t* frame, size_t frame_size,
-                        const uint8_t* bias, uint8_t* dst, size_t rows, size_t hidden,
-                        size_t stride_bytes) {
-  static thread_local std::vector<Block> blocks;
-  uint32_t checksum;
-  if (!parse_raw_frame(frame, frame_size, rows * hidden, blocks, checksum)) {
-    return Unpacked::kNotRaw;
-  }
-  XxHash64 hash;
-  size_t row = 0, column = 0;
-  for (Block block : blocks) {
-    hash.update(block.data, block.size);
-    while (block.size != 0) {
-      // Whole rows, which is what our own blocks have; or what there is of one.
-      const bool whole = column == 0 && block.size >= hidden;
-      const size_t n = whole ? block.size / hidden : 1;
-      const size_t columns = whole ? hidden : std::min(block.size, hidden - column);
-      join_planes(exponents, block.data, bias + column, dst + row * stride_bytes + 2 * column, n,
-                  columns, stride_bytes);
-      exponents += n * columns;
-      block.data += n * columns;
-      block.size -= n * columns;
-      column = whole ? 0 : (column + columns) % hidden;
-      row += whole ? n : column == 0;
-    }
-  }
-  return static_cast<uint32_t>(hash.digest()) == checksum ? Unpacked::kWell : Unpacked::kWrongSum;
-}
-
 }  // namespace hst

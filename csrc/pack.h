@@ -22,12 +22,4 @@ size_t packed_bound(uint64_t size);
 std::pair<size_t, size_t> pack_plane(const std::vector<Piece>& pieces, size_t plane, size_t hidden,
                                      const uint8_t* bias, uint8_t* exponents, uint8_t* mantissas);
 
-// How a plane was unpacked.
-enum class Unpacked { kWell, kNotRaw, kWrongSum };
-// Words of `rows` rows from exponents and the frame of their mantissas, whose content is read where
-// it lies. kNotRaw: the frame is another one than pack_plane's, or broken, and for zstd to judge.
-Unpacked join_raw_frame(const uint8_t* exponents, const uint8_t* frame, size_t frame_size,
-                        const uint8_t* bias, uint8_t* dst, size_t rows, size_t hidden,
-                        size_t stride_bytes);
-
 }  // namespace hst

@@ -157,21 +157,25 @@ def join_planes(
 ) -> None:
     """The exact inverse of :func:`split_planes`."""
 
-def join_raw_frame(
+def unpack_frame(frame: Any, out: Any) -> bool:
+    """Unpack one zstd frame into ``out``, a writable uint8 buffer of as many bytes.
+
+    False, and ``out`` holds anything, unless the frame is as :func:`pack_chunk` writes them, its
+    checksum right and nothing behind it: zstd reads it then, or says what is wrong. Releases the
+    GIL.
+    """
+
+def unpack_plane(
     exponents: Any,
-    frame: Any,
+    mantissas: Any,
     bias: _Bytes,
     dst_addr: int,
     rows: int,
     hidden: int,
     dst_stride_bytes: int,
 ) -> bool:
-    """:func:`join_planes` with the sign+mantissa bytes inside of ``frame``, read where they lie.
-
-    False, and nothing is written, unless the frame has just the bytes that are due in raw blocks:
-    zstd reads it then, or says what is wrong with it. ValueError for a wrong checksum. Releases
-    the GIL.
-    """
+    """:func:`join_planes` of what two zstd frames hold. False as of :func:`unpack_frame`;
+    ConfigError if a size, stride or alignment does not fit. Releases the GIL."""
 
 def odd_rows(src_addr: int, rows: int, hidden: int, src_stride_bytes: int, odd: Any) -> None:
     """Add to ``odd``, uint8 ``[rows]``, what is odd about each row of bf16 words: 1 all zeros (of

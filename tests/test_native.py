@@ -54,16 +54,18 @@ def test_the_native_tests_are_clean(sanitizers: str, tmp_path: Path) -> None:
     assert "all well" in run("./ring_test", cwd=tmp_path)
     if sanitizers != "thread":  # one thread
         assert "all well" in run("./ring_fuzz", "3000", cwd=tmp_path)
+        assert "all well" in run("./unpack_fuzz", "30000", cwd=tmp_path)
 
 
 @needs_clang
-def test_no_bent_ring_is_believed(tmp_path: Path, stress_minutes: float) -> None:
+@pytest.mark.parametrize("target", ["ring_fuzz", "unpack_fuzz"])
+def test_nothing_bent_is_believed(target: str, tmp_path: Path, stress_minutes: float) -> None:
     """libFuzzer: no crash, no input of more than 10 s, nothing above 64 MiB taken at once."""
     build(tmp_path, "address,undefined", "clang++")
     seconds = max(10, int(stress_minutes * 60))
     limits = ["-timeout=10", "-malloc_limit_mb=64", "-rss_limit_mb=2048"]
     run(
-        "./ring_fuzz",
+        f"./{target}",
         f"-max_total_time={seconds}",
         *limits,
         cwd=tmp_path,

@@ -2,7 +2,8 @@
 
 A bf16 word x becomes an exponent byte ``(x >> 7 & 255) - bias[plane, channel]`` (mod 256), which
 is Huffman-coded, and a sign+mantissa byte ``x & 127 | x >> 8 & 128``, which no coder can shrink
-and which is stored in raw blocks. Frames are written by native code and read by zstd.
+and which is stored in raw blocks. Native code writes frames and reads them; zstd reads those that
+others have written, and says what is wrong with a broken one.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _Local(threading.local):
 
     def __init__(self) -> None:
         self.unpack = zstandard.ZstdDecompressor()
-        self.packed, self.exponents, self.mantissas = (FrameBuffer() for _ in range(3))
+        self.packed, self.exponents = FrameBuffer(), FrameBuffer()
 
 
 _local = _Local()
@@ -133,50 +134,37 @@ def decode_frame(frame: bytes | memoryview, size: int) -> U8:
 
     The size in the frame is checked before anything is allocated by it.
     """
-    try:
-        _check_head(frame, size)
-        data = _local.unpack.decompress(frame, allow_extra_data=False)
-    except zstandard.ZstdError as e:
-        raise ValueError(str(e)) from None
-    if len(data) != size:
-        raise ValueError(f"{len(data)} bytes, {size} are due")
-    return np.frombuffer(data, np.uint8)
+    _check_head(frame, size)
+    out = np.empty(size, np.uint8)
+    decode_frame_into(frame, out)
+    return out
 
 
 def decode_frame_into(frame: bytes | memoryview, out: U8) -> None:
-    """As :func:`decode_frame`, into ``out``: raw blocks get there by one copy."""
+    """As :func:`decode_frame`, into ``out``, which holds anything after an error."""
+    if _core.unpack_frame(frame, out):
+        return
+    # No frame of ours, or a broken one: zstd unpacks it, or says what is wrong.
+    _check_head(frame, out.size)
     try:
-        _check_head(frame, out.size)
-        # Given room for all, zstd unpacks a frame that is all there in one go and in place. It
-        # says nothing of bytes that lack at the end, or are too many.
-        due = _frame_bytes(frame)
-        if len(frame) != due:
-            raise ValueError(f"{len(frame)} bytes of a frame of {due}")
-        size = _local.unpack.stream_reader(frame).readinto(out)
+        data = _local.unpack.decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as e:
         raise ValueError(str(e)) from None
-    if size != out.size:
-        raise ValueError(f"{size} bytes, {out.size} are due")
+    if len(data) != out.size:
+        raise ValueError(f"{len(data)} bytes, {out.size} are due")
+    out[:] = np.frombuffer(data, np.uint8)
 
 
 def _check_head(frame: bytes | memoryview, size: int) -> None:
-    said = zstandard.get_frame_parameters(frame)
+    try:
+        said = zstandard.get_frame_parameters(frame)
+    except zstandard.ZstdError as e:
+        raise ValueError(str(e)) from None
     if said.content_size != size or not said.has_checksum or said.dict_id:
         raise ValueError(
             f"the frame says {said.content_size} bytes, checksum {said.has_checksum}; "
             f"{size} bytes with checksum are due"
         )
-
-
-def _frame_bytes(frame: bytes | memoryview) -> int:
-    """How long a frame with a checksum is by the heads of its blocks (RFC 8878, 3.1.1.2)."""
-    at: int = zstandard.frame_header_size(frame)
-    last = 0
-    while not last and at < len(frame):
-        head = int.from_bytes(frame[at : at + 3], "little")
-        last, kind = head & 1, head >> 1 & 3
-        at += 3 + (1 if kind == 1 else head >> 3)  # a block of kind 1 is one byte, repeated
-    return at + 4
 
 
 def room_for_frames(size: int) -> memoryview:
@@ -191,13 +179,10 @@ def unpack_plane(exponents: memoryview, mantissas: memoryview, bias: U8, out: U1
     """
     _check_words(out)
     rows, hidden = out.shape
-    bytes_ = _local.exponents.reserve(rows * hidden)
-    decode_frame_into(exponents, bytes_)
     place = bias, out.ctypes.data, rows, hidden, out.strides[0]
-    if rows and not _core.join_raw_frame(bytes_, mantissas, *place):
-        others = _local.mantissas.reserve(rows * hidden)
-        decode_frame_into(mantissas, others)
-        _core.join_planes(bytes_, others, *place)
+    if not _core.unpack_plane(exponents, mantissas, *place):
+        size = rows * hidden
+        join(decode_frame(exponents, size), decode_frame(mantissas, size), bias, out)
 
 
 def odd_rows(words: U16, odd: U8) -> None:
