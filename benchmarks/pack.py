@@ -1,13 +1,16 @@
 """Ring to file: how fast hidden states are packed, per core and on several threads.
 
-A ring in shared memory is filled with samples of real states. Timed is what hstransport-consumer
-does with it, from attaching to the finished shard, fsync included: processor time of the process
-for the speed of a core, wall time for the scaling. "zstd3" and "zipnn" read the same ring and write
-a file as well, on one thread. Every bit of one round is read back and compared.
+A ring in shared memory is filled with samples of real states, and emptied, twice. Timed is the
+second time, from a full ring to the finished shard, fsync included: as beside a server that has
+been running for a while, when the ring's pages and the packing threads' memory have been seen
+before. Processor time of the process gives the speed of a core, wall time the scaling. "zstd3" and
+"zipnn" read the same ring and write a file as well, on one thread. Every bit of one round is read
+back and compared.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -16,8 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,9 +46,24 @@ class Timing(NamedTuple):
     cpu_s: float
     wall_s: float
     raw_bytes: int
-    file_bytes: int
-    written_bytes: int
-    """What the kernel counts as written to the disk for this process; 0 in shared memory."""
+    """Of states that were packed in this time."""
+    ratio: float
+    """Raw bytes by file bytes, of all that was packed."""
+    amplification: float
+    """What the kernel counts as written to the disk for this process by file bytes; 0 in shared
+    memory."""
+
+
+class Way(Protocol):
+    """One that empties rings into files."""
+
+    def empty(self) -> None:
+        """Until the ring is empty and all is handed to the kernel."""
+
+    def finish(self) -> None:
+        """Until all is on the disk."""
+
+    def close(self) -> None: ...
 
 
 class Bench:
@@ -58,20 +77,28 @@ class Bench:
         self._rings.mkdir(mode=0o700, parents=True)
 
     def timed(
-        self, empty: Callable[[Path, Path], None], ready: Callable[[], Any] | None = None
+        self, start: Callable[[Path, Path], Way], ready: Callable[[], Any] | None = None
     ) -> Timing:
-        """Fill a ring, wait until all are ``ready``, and have it emptied into files."""
+        """Have a ring emptied twice; between, wait until all are ``ready``."""
         shutil.rmtree(self._out, ignore_errors=True)
         self._out.mkdir(parents=True)
-        raw = self._fill()
-        if ready:
-            ready()
-        written, cpu, wall = _written(), time.process_time(), time.monotonic()
-        empty(self._rings, self._out)
-        cpu, wall = time.process_time() - cpu, time.monotonic() - wall
-        files = sum(p.stat().st_size for p in self._out.glob("*.zst"))
+        self._samples = 0
+        written = _written()
+        with contextlib.closing(self._producer()) as producer:
+            raw = self._fill(producer)
+            with contextlib.closing(start(self._rings, self._out)) as way:
+                way.empty()
+                way.finish()
+                assert self._fill(producer) == raw
+                if ready:
+                    ready()
+                cpu, wall = time.process_time(), time.monotonic()
+                way.empty()
+                way.finish()
+                cpu, wall = time.process_time() - cpu, time.monotonic() - wall
         ring_path(self._rings, SESSION, RUN, 0).path.unlink(missing_ok=True)
-        return Timing(cpu, wall, raw, files, _written() - written)
+        files = sum(p.stat().st_size for p in self._out.glob("*.zst"))
+        return Timing(cpu, wall, raw, 2 * raw / files, (_written() - written) / files)
 
     def check(self) -> None:
         """What the last way stored is what was in the ring, bit for bit."""
@@ -87,10 +114,9 @@ class Bench:
         at = (i * 997) % max(total - self._tokens, 1)
         return self.states.bits[:, at : at + self._tokens]
 
-    def _fill(self) -> int:
-        """As much as the ring takes; returns the bytes of states."""
+    def _producer(self) -> Producer:
         planes, _, hidden = self.states.bits.shape
-        producer = Producer(
+        return Producer(
             self._rings,
             session=SESSION,
             run=RUN,
@@ -99,47 +125,62 @@ class Bench:
             hidden=hidden,
             vocab_size=1 << 20,
         )
+
+    def _fill(self, producer: Producer) -> int:
+        """As much as the ring takes; returns the bytes of states."""
         part = self._part(0).nbytes
-        self._samples = int(self._ring_bytes * 0.9) // part
-        for i in range(self._samples):
+        count = int(self._ring_bytes * 0.9) // part
+        for i in range(self._samples, self._samples + count):
             states = self._part(i)
             sample = producer.start(str(i), states.shape[1])
             producer.rows((sample, 0, states.shape[1]), states=states)
             producer.end(sample, states.shape[1], 1)
         assert not producer.ring.counters.dropped_records
-        producer.close()
-        return self._samples * part
+        self._samples += count
+        return count * part
 
 
-def consume(threads: int, **options: Any) -> Callable[[Path, Path], None]:
-    """As hstransport-consumer does it; ``options`` of the writer."""
+class Consume:
+    """As hstransport-consumer does it."""
 
-    def empty(rings: Path, out: Path) -> None:
-        with DatasetWriter(out, threads=threads, **options) as writer:
-            packer = Packer(Streams(rings, SESSION), writer)
-            packer.step()
-            packer.drain()  # as when it is stopped: a window that is not full is not waited for
-            packer.close()
+    def __init__(self, rings: Path, out: Path, threads: int) -> None:
+        self._writer = DatasetWriter(out, threads=threads)
+        self._packer = Packer(Streams(rings, SESSION), self._writer)
 
-    return empty
+    def empty(self) -> None:
+        self._packer.step()
+        self._packer.drain()  # as when it is stopped: a window that is not full is not waited for
+
+    def finish(self) -> None:
+        self._writer.finish_shard()
+
+    def close(self) -> None:
+        self._packer.close()
+        self._writer.close()
 
 
-def through(pack: Callable[[Any], Any]) -> Callable[[Path, Path], None]:
+class Through:
     """Another codec on the same ring: each piece packed and written, one after the other."""
 
-    def empty(rings: Path, out: Path) -> None:
-        stream = RingStream(ring_path(rings, SESSION, RUN, 0))
-        with (out / "all.zst").open("wb", buffering=0) as file:
-            while (received := stream.read()) is not None:
-                if received.states is not None:
-                    raw = received.states.reshape(-1).view(np.uint8)
-                    for at in range(0, len(raw), PIECE_BYTES):
-                        file.write(pack(raw[at : at + PIECE_BYTES]))
-                received.record.release()
-            os.fsync(file.fileno())
-        stream.close()
+    def __init__(self, rings: Path, out: Path, pack: Callable[[Any], Any]) -> None:
+        self._stream = RingStream(ring_path(rings, SESSION, RUN, 0))
+        self._pack = pack
+        self._file = (out / "all.zst").open("wb", buffering=0)
 
-    return empty
+    def empty(self) -> None:
+        while (received := self._stream.read()) is not None:
+            if received.states is not None:
+                raw = received.states.reshape(-1).view(np.uint8)
+                for at in range(0, len(raw), PIECE_BYTES):
+                    self._file.write(self._pack(raw[at : at + PIECE_BYTES]))
+            received.record.release()
+
+    def finish(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+        self._stream.close()
 
 
 def zipnn() -> Callable[[Any], Any] | None:
@@ -155,7 +196,7 @@ def zipnn() -> Callable[[Any], Any] | None:
 def beside(bench: Bench, threads: int, start: Any, pipe: Any) -> None:
     """One of several consumers, in a process of its own."""
     start.wait()
-    pipe.send(bench.timed(consume(threads), start.wait))
+    pipe.send(bench.timed(partial(Consume, threads=threads), start.wait))
 
 
 class Together:
@@ -165,7 +206,7 @@ class Together:
         self._benches, self._threads = benches, threads
 
     def timed(self) -> Timing:
-        """Sums; of the wall times the longest."""
+        """Sums; of the wall times the longest, of the ratios the first."""
         context = multiprocessing.get_context("spawn")
         start = context.Barrier(len(self._benches))
         pipes, processes = [], []
@@ -178,19 +219,22 @@ class Together:
         timings = [Timing(*pipe.recv()) for pipe in pipes]
         for process in processes:
             process.join()
-        total = Timing(*map(sum, zip(*timings, strict=True)))
-        return total._replace(wall_s=max(t.wall_s for t in timings))
+        return timings[0]._replace(
+            cpu_s=sum(t.cpu_s for t in timings),
+            wall_s=max(t.wall_s for t in timings),
+            raw_bytes=sum(t.raw_bytes for t in timings),
+        )
 
 
 def figures(
     bench: Bench, several: list[Bench], count: int, threads: list[int], others: bool
 ) -> dict[str, Any]:
-    single = {f"threads{n}": consume(n) for n in threads}
+    single: dict[str, Callable[[Path, Path], Way]] = {
+        f"threads{n}": partial(Consume, threads=n) for n in threads
+    }
     if others:
-        single["zstd3"] = through(zstandard.ZstdCompressor(level=3).compress)
-        other = zipnn()
-        if other is not None:
-            single["zipnn"] = through(other)
+        packs = {"zstd3": zstandard.ZstdCompressor(level=3).compress, "zipnn": zipnn()}
+        single |= {n: partial(Through, pack=pack) for n, pack in packs.items() if pack}
     bench.timed(single[f"threads{threads[-1]}"])
     bench.check()
     ways = {n: lambda w=w: bench.timed(w) for n, w in single.items()}
@@ -201,9 +245,9 @@ def figures(
     timings = rounds(ways, count)
     one = timings["threads1"]
     result: dict[str, Any] = {
-        "ratio": one[0].raw_bytes / one[0].file_bytes,
+        "ratio": one[0].ratio,
         "pack_gbs_per_core": statistics.median(t.raw_bytes / t.cpu_s for t in one) / 1e9,
-        "write_amplification": max(t.written_bytes / t.file_bytes for t in one),
+        "write_amplification": max(t.amplification for t in one),
         "raw_mb": one[0].raw_bytes / 1e6,
     }
     for n in threads:
@@ -221,7 +265,7 @@ def figures(
         result["pack_cores_consumers"] = statistics.median(t.cpu_s / t.wall_s for t in ts)
     for name in ways.keys() & {"zstd3", "zipnn"}:
         ts = timings[name]
-        result[f"{name}_ratio"] = ts[0].raw_bytes / ts[0].file_bytes
+        result[f"{name}_ratio"] = ts[0].ratio
         result[f"{name}_gbs_per_core"] = statistics.median(t.raw_bytes / t.cpu_s for t in ts) / 1e9
         result[f"of_{name}"] = median_ratio([1 / t.cpu_s for t in one], [1 / t.cpu_s for t in ts])
     return result
