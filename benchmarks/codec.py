@@ -8,6 +8,7 @@ Times are processor time of the process, so that neither its own threads nor oth
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import statistics
 import sys
@@ -67,7 +68,9 @@ class Ours:
             return
         for pieces in self._chunks:
             packed = codec.encode_chunk(pieces, self._bias, self._buffer)
-            self._packed.append([memoryview(bytes(frame)) for frame in packed.frames])
+            data, ends = memoryview(bytes(packed.data)), np.cumsum(packed.sizes).tolist()
+            frames = [data[a:b] for a, b in itertools.pairwise([0, *ends])]
+            self._packed.append(frames)
 
     def pack(self) -> int:
         size = self._bias.nbytes
@@ -78,8 +81,8 @@ class Ours:
     def unpack(self) -> None:
         for frames, out in zip(self._packed, self._out, strict=True):
             for plane, target in enumerate(out):
-                pair = frames[2 * plane], frames[2 * plane + 1]
-                codec.unpack_plane(*pair, self._bias[plane], target)
+                mantissas, exponents = frames[2 * plane : 2 * plane + 2]
+                codec.unpack_plane(exponents, mantissas, self._bias[plane], target)
 
     def check(self) -> None:
         for out in self._out:

@@ -142,8 +142,8 @@ void bind_codec(nb::module_& m) {
       },
       "src_addr"_a, "rows"_a, "hidden"_a, "src_stride_bytes"_a, "odd"_a.noconvert(),
       "Adds what is odd about each row of bf16 words.");
-  m.def("packed_bound", &packed_bound, "size"_a,
-        "Bytes of memory that each frame of a plane of so many words needs to be packed.");
+  m.def("packed_bound", &packed_bound, "planes"_a, "size"_a,
+        "Bytes of memory that so many planes of `size` words need to be packed.");
   m.def(
       "pack_chunk",
       [](const Pieces& pieces, const ConstPlanes& bias, const Bytes& out) {
@@ -159,21 +159,21 @@ void bind_codec(nb::module_& m) {
           rows += p[3];
         }
         check(rows < uint64_t{1} << 32, Fault::kConfig, "rows=", rows, ": must be less than 2**32");
-        const size_t bound = packed_bound(rows * hidden);
-        check_size("out", out.size(), 2 * planes * bound);
+        check_size("out", out.size(), packed_bound(planes, rows * hidden));
         std::vector<uint64_t> sizes(2 * planes);
         {
           nb::gil_scoped_release unlocked;
+          uint8_t* at = out.data();
           for (uint64_t k = 0; k < planes; ++k) {
-            uint8_t* at = out.data() + 2 * k * bound;
             std::tie(sizes[2 * k], sizes[2 * k + 1]) =
-                pack_plane(parts, k, hidden, bias.data() + k * hidden, at, at + bound);
+                pack_plane(parts, k, hidden, bias.data() + k * hidden, at);
+            at += sizes[2 * k] + sizes[2 * k + 1];
           }
         }
         return sizes;
       },
       "pieces"_a.noconvert(), "bias"_a.noconvert(), "out"_a.noconvert(),
-      "Pack the planes of a chunk into zstd frames.");
+      "Pack the planes of a chunk into zstd frames, one behind another.");
   m.def(
       "median_exponents",
       [](uintptr_t src_addr, uint64_t rows, uint64_t hidden, uint64_t src_stride_bytes) {

@@ -7,7 +7,9 @@
 
 namespace hst {
 
-size_t packed_bound(uint64_t size) { return frame_bound(size) + Huffman::kSlack; }
+size_t packed_bound(size_t planes, uint64_t size) {
+  return planes * 2 * frame_bound(size) + Huffman::kSlack;
+}
 
 namespace {
 
@@ -22,15 +24,15 @@ constexpr int kMostUnseen = 16;
 // Both kinds of bytes of one plane, tile by tile.
 class PlanePacker {
  public:
-  PlanePacker(uint64_t size, size_t hidden, const uint8_t* bias, uint8_t* exponents,
-              uint8_t* mantissas)
+  PlanePacker(uint64_t size, size_t hidden, const uint8_t* bias, uint8_t* exponents, uint8_t* out)
       : size_(size),
         hidden_(hidden),
         bias_(bias),
         sampled_(size >= kLeastSampled ? kSampled : 1),
         at_(exponents),
         begin_(exponents),
-        raw_(size, mantissas) {}
+        out_(out),
+        raw_(size, out) {}
 
   void add(const Piece& p, size_t plane) {
     const size_t width = std::min(hidden_, kTile), tile_rows = kTile / width;
@@ -50,12 +52,13 @@ class PlanePacker {
     }
   }
 
-  std::pair<size_t, size_t> close(uint8_t* frame) {
+  std::pair<size_t, size_t> close() {
     close_tile();
     static thread_local Huffman huffman;
     if (sampled_ > 1) complete_counts();
-    const size_t n = write_huffman_frame(begin_, size_, counts_, hash_.digest(), huffman, frame);
-    return {n, raw_.close()};
+    const size_t raw = raw_.close();
+    uint8_t* const frame = out_ + raw;
+    return {raw, write_huffman_frame(begin_, size_, counts_, hash_.digest(), huffman, frame)};
   }
 
  private:
@@ -89,6 +92,7 @@ class PlanePacker {
   uint8_t* const begin_;
   size_t held_ = 0;  // in the tile
   size_t tiles_ = 0;
+  uint8_t* const out_;
   RawFrame raw_;
   XxHash64 hash_;
   Counts counts_;
@@ -98,14 +102,14 @@ class PlanePacker {
 }  // namespace
 
 std::pair<size_t, size_t> pack_plane(const std::vector<Piece>& pieces, size_t plane, size_t hidden,
-                                     const uint8_t* bias, uint8_t* exponents, uint8_t* mantissas) {
+                                     const uint8_t* bias, uint8_t* out) {
   static thread_local std::vector<uint8_t> bytes;
   uint64_t rows = 0;
   for (const Piece& p : pieces) rows += p.rows;
   if (bytes.size() < rows * hidden) bytes.resize(rows * hidden);
-  PlanePacker packer(rows * hidden, hidden, bias, bytes.data(), mantissas);
+  PlanePacker packer(rows * hidden, hidden, bias, bytes.data(), out);
   for (const Piece& p : pieces) packer.add(p, plane);
-  return packer.close(exponents);
+  return packer.close();
 }
 
 }  // namespace hst

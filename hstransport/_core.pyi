@@ -181,17 +181,17 @@ def odd_rows(src_addr: int, rows: int, hidden: int, src_stride_bytes: int, odd: 
     """Add to ``odd``, uint8 ``[rows]``, what is odd about each row of bf16 words: 1 all zeros (of
     either sign), 2 one value only (and not zero; of one word never), 4 Inf or NaN in it."""
 
-def packed_bound(size: int) -> int:
-    """Bytes of memory in which :func:`pack_chunk` may write a frame of ``size`` decoded bytes."""
+def packed_bound(planes: int, size: int) -> int:
+    """Bytes of memory in which :func:`pack_chunk` may write, for planes of ``size`` words."""
 
 def pack_chunk(pieces: npt.NDArray[np.uint64], bias: _Bytes, out: Any) -> list[int]:
     """Pack the planes of a chunk into zstd frames; returns the bytes of each.
 
     ``pieces`` is uint64 ``[n, 4]``: address of a piece's first row in the first plane, bytes from
     plane to plane, bytes from row to row, rows. ``bias`` is uint8 ``[planes, hidden]``. ``out`` is
-    writable: frame i, of exponents or sign+mantissa bytes in turns, begins at ``i *
-    packed_bound(rows * hidden)``, and there are ``2 * planes`` of them. Releases the GIL.
-    ConfigError if a size, stride or alignment does not fit.
+    writable, ``packed_bound(planes, rows * hidden)`` bytes: from its beginning on, of each plane
+    the frame of its sign+mantissa bytes and that of its exponents. Releases the GIL. ConfigError if
+    a size, stride or alignment does not fit.
     """
 
 def median_exponents(src_addr: int, rows: int, hidden: int, src_stride_bytes: int) -> _Bytes:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hstransport_consumer import DatasetWriter, direct, open_shards
+from hstransport_consumer import DatasetWriter, open_shards
 from hstransport_consumer.direct import PAGE, DirectFile
 from shard_kit import Script, check, make_info, only_shard
 
@@ -40,9 +39,12 @@ def file(tmp_path: Path) -> DirectFile:
     return DirectFile(path, fd)
 
 
-def pieces(rng: np.random.Generator) -> list[memoryview]:
-    sizes = [int(rng.integers(1, 3000)), *rng.integers(1, 2 * MIB, rng.integers(1, 6)).tolist()]
-    return [memoryview(rng.integers(0, 256, n, np.uint8).tobytes()) for n in sizes]
+def aligned(data: bytes, lead: int = 0) -> memoryview:
+    """The bytes in memory that begins ``lead`` bytes behind a page's beginning."""
+    memory = np.empty(len(data) + 2 * PAGE, np.uint8)
+    at = -memory.ctypes.data % PAGE + lead
+    memory[at : at + len(data)] = np.frombuffer(data, np.uint8)
+    return memory[at : at + len(data)].data
 
 
 def test_any_pieces_at_any_offset_give_the_same_file(
@@ -50,17 +52,22 @@ def test_any_pieces_at_any_offset_give_the_same_file(
 ) -> None:
     noted = Noted(monkeypatch)
     rng = np.random.default_rng(0)
-    expected, at = bytearray(), 0
-    for _ in range(30):
+    expected, at, due = bytearray(), 0, 0
+    for i in range(60):
         gap = int(rng.integers(0, 200))  # room that is left for a head
-        parts = pieces(rng)
-        expected += bytes(gap) + b"".join(parts)
-        at = file.write(parts, at + gap)
+        data = rng.bytes(int(rng.integers(1, 5 * MIB)))
+        head = rng.bytes(int(rng.integers(1, 300)))
+        if i % 2:  # as the writer does it
+            head += bytes(-(at + gap + len(head)) % PAGE)
+            if i % 4 == 1 and len(data) >= MIB:
+                due += len(data) - len(data) % PAGE
+        expected += bytes(gap) + head + data
+        at = file.write(head, aligned(data, lead=8 if i % 4 == 3 else 0), at + gap)
         assert at == len(expected)
     assert (tmp_path / "file").read_bytes() == expected
     if file._fd < 0:
         pytest.skip("this file system has no direct writes")
-    assert sum(n for _, n in noted.writes) > 0.9 * len(expected)
+    assert sum(n for _, n in noted.writes) == due > 30 * MIB
     assert all(at % PAGE == n % PAGE == 0 for at, n in noted.writes)
 
 
@@ -68,7 +75,7 @@ def test_little_goes_through_the_page_cache(
     file: DirectFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted = Noted(monkeypatch)
-    assert file.write([bytes(direct.LEAST_BYTES - 1)], 0) == direct.LEAST_BYTES - 1
+    assert file.write(b"", aligned(bytes(MIB - 1)), 0) == MIB - 1
     assert not noted.writes
 
 
@@ -91,8 +98,8 @@ def test_where_the_file_system_has_none_the_page_cache_does(
     fd = real(path, os.O_RDWR | os.O_CREAT, 0o600)
     file = DirectFile(path, fd)
     data = np.random.default_rng(1).bytes(5 * MIB)
-    assert file.write([data[:70], data[70:]], 0) == len(data)
-    assert path.read_bytes() == data
+    assert file.write(bytes(PAGE), aligned(data), 0) == PAGE + len(data)
+    assert path.read_bytes() == bytes(PAGE) + data
 
 
 def test_a_disk_takes_less_than_it_was_given(
@@ -101,8 +108,8 @@ def test_a_disk_takes_less_than_it_was_given(
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[: 3 * PAGE], at))
     data = np.random.default_rng(2).bytes(2 * MIB + 100)
-    file.write([data], 50)
-    assert (tmp_path / "file").read_bytes() == bytes(50) + data
+    file.write(bytes(PAGE), aligned(data), 0)
+    assert (tmp_path / "file").read_bytes() == bytes(PAGE) + data
 
 
 def test_a_full_disk_is_told_and_the_window_taken_back(
@@ -126,7 +133,17 @@ def test_a_full_disk_is_told_and_the_window_taken_back(
     check(open_shards(tmp_path), script.samples.values())
 
 
-def test_memory_is_aligned(file: DirectFile) -> None:
-    file.write([bytes(3 * MIB)], 1)
-    address = np.frombuffer(file._memory, np.uint8).ctypes.data
-    assert isinstance(file._memory, mmap.mmap) and address % PAGE == 0
+def test_the_writers_chunks_go_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = Noted(monkeypatch)
+    script = Script(make_info(hidden=2048))
+    for sid in range(20):
+        script.whole(sid, int(np.random.default_rng(sid).integers(300, 700)))
+    with DatasetWriter(tmp_path) as writer:
+        script.write(writer, [])
+    size = only_shard(tmp_path).stat().st_size
+    if not noted.writes:
+        pytest.skip("this file system has no direct writes")
+    assert sum(n for _, n in noted.writes) > 0.95 * size
+    check(open_shards(tmp_path), script.samples.values())

@@ -14,7 +14,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hstransport_consumer import DatasetWriter, open_shards, writer
+import zstandard
+from hstransport_consumer import DatasetWriter, codec, open_shards, writer
 from hstransport_consumer.verify import verify
 from shard_kit import make_info
 
@@ -44,6 +45,19 @@ def events(info: SessionInfo) -> list[list]:
             (End(1, "finished", 12, np.array([9], np.int32)), None),
         ],
     ]
+
+
+def by_libzstd(pieces: list[codec.Piece], bias: codec.U8, _: object) -> codec.Packed:
+    """As encode_chunk, its exponents packed by libzstd."""
+    words = np.concatenate([p.source.owner[:, p.row : p.row + p.rows] for p in pieces], axis=1)
+    mantissas = ((words & 127) | (words >> 8 & 128)).astype(np.uint8)
+    exponents = ((words >> 7) - bias[:, None]).astype(np.uint8)
+    frames = []
+    for raw, coded in zip(mantissas, exponents, strict=True):
+        for half, level in ((raw, -131072), (coded, 1)):
+            packer = zstandard.ZstdCompressor(level=level, write_checksum=True)
+            frames.append(packer.compress(half.tobytes()))
+    return codec.Packed(tuple(map(len, frames)), memoryview(b"".join(frames)))
 
 
 def write(directory: Path) -> None:
@@ -111,6 +125,11 @@ def main() -> None:
     for name in SHARDS:
         shutil.copy(directory / name, GOLDEN / name)
     (GOLDEN / "content.json").write_text(json.dumps(content(GOLDEN), indent=1) + "\n")
+    shutil.rmtree(directory)
+    with mock.patch.object(codec, "encode_chunk", by_libzstd):
+        write(directory)
+    for name in SHARDS:
+        shutil.copy(directory / name, GOLDEN / "exponents-by-libzstd" / name)
     shutil.rmtree(directory)
 
 

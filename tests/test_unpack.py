@@ -23,8 +23,9 @@ def libzstd(data: bytes, level: int = HUFFMAN_ONLY, **options: bool) -> bytes:
 
 
 def frames(words: U16, bias: int = 99) -> tuple[U8, list[bytes]]:
+    """Of one plane: its table, exponents, sign+mantissa."""
     table = np.full((len(words), words.shape[2]), bias, np.uint8)
-    return table, pack([words], table)
+    return table, pack([words], table)[::-1]
 
 
 def halves(words: U16, bias: U8) -> tuple[U8, U8]:

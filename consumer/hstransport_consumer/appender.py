@@ -174,11 +174,11 @@ class Transaction:
     def put(self, buffers: Sequence[Buffer]) -> None:
         self.end = write_all(self._fd, buffers, self.end)
 
-    def put_by(self, pool: Executor, buffers: Sequence[Buffer]) -> Future[int]:
-        """As :meth:`put`, by the one thread of ``pool`` and past the page cache; the buffers are
-        read until it is done."""
-        at = self.leave(sum(map(len, buffers)))
-        future = pool.submit(self._direct.write, buffers, at)
+    def put_by(self, pool: Executor, head: bytes, data: memoryview) -> Future[int]:
+        """As :meth:`put`, by the one thread of ``pool`` and past the page cache where that can be;
+        ``data`` is read until it is done."""
+        at = self.leave(len(head) + len(data))
+        future = pool.submit(self._direct.write, head, data, at)
         self._writing.append(future)
         return future
 

@@ -18,6 +18,8 @@ import zstandard
 
 from hstransport import _core
 
+from .direct import PAGE
+
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
 
@@ -43,11 +45,12 @@ class Piece(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Data frames of a chunk, in the memory of a :class:`FrameBuffer`."""
+    """Data frames of a chunk."""
 
     sizes: tuple[int, ...]
-    """Bytes of each: exponents and sign+mantissa of each plane in order."""
-    frames: list[memoryview]
+    """Bytes of each: sign+mantissa and exponents of each plane in order."""
+    data: memoryview
+    """All of them, one behind another, in the memory of a :class:`FrameBuffer`."""
 
 
 class FrameBuffer:
@@ -60,9 +63,10 @@ class FrameBuffer:
         self._memory = np.empty(0, np.uint8)
 
     def reserve(self, size: int) -> U8:
-        """``size`` bytes; what was in them before is void."""
+        """``size`` bytes that begin with a page; what was in them before is void."""
         if len(self._memory) < size:
-            self._memory = np.empty(size, np.uint8)
+            memory = np.empty(size + PAGE, np.uint8)
+            self._memory = memory[-memory.ctypes.data % PAGE :]
         return self._memory[:size]
 
 
@@ -95,15 +99,13 @@ def encode_chunk(pieces: Sequence[Piece], bias: U8, buffer: FrameBuffer) -> Pack
     Releases the GIL in all that takes time.
     """
     planes, hidden = bias.shape
-    room = _core.packed_bound(sum(p.rows for p in pieces) * hidden)
-    memory = buffer.reserve(2 * planes * room)
+    memory = buffer.reserve(_core.packed_bound(planes, sum(p.rows for p in pieces) * hidden))
     places = [
         (s.address + first * s.row_bytes, s.plane_bytes, s.row_bytes, rows)
         for s, first, _, rows in pieces
     ]
     sizes = _core.pack_chunk(np.array(places, np.uint64), bias, memory)
-    view = memory.data
-    return Packed(tuple(sizes), [view[i * room : i * room + n] for i, n in enumerate(sizes)])
+    return Packed(tuple(sizes), memory.data[: sum(sizes)])
 
 
 def median_exponents(pieces: Sequence[Piece], planes: int, hidden: int) -> U8:

@@ -2,16 +2,15 @@
 
 The kernel copies what is written into pages that it must find first, and writes them later: that
 takes several times the processor time, and twice as long, as letting the disk take it from here
-(benchmarks/writes.py). Only pages that lie wholly in one piece go this way; what the edges of
-pieces share goes through the page cache, so no page is ever written both ways, and nothing else
-about the file changes.
+(benchmarks/writes.py). Only pages that lie wholly in one piece go this way, and only where the
+piece begins with a page in memory and in the file; what others share goes through the page cache.
+So no page is ever written both ways, and nothing else about the file changes.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,11 +43,10 @@ def write_all(fd: int, buffers: Sequence[Buffer], at: int) -> int:
 
 
 class DirectFile:
-    """A second descriptor of a file that ``fd`` writes. For one thread at a time."""
+    """A second descriptor of a file that ``fd`` writes."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self._cached = fd
-        self._memory = mmap.mmap(-1, PAGE)
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
         except OSError as e:
@@ -56,25 +54,16 @@ class DirectFile:
                 raise
             self._fd = -1  # the file system has no such thing
 
-    def write(self, buffers: Sequence[Buffer], at: int) -> int:
-        """As :func:`write_all`."""
-        size = sum(map(len, buffers))
-        lead = at % PAGE
-        first, last = -(-lead // PAGE) * PAGE, (lead + size) // PAGE * PAGE
-        if self._fd < 0 or last - first < LEAST_BYTES:
-            return write_all(self._cached, buffers, at)
-        # Together, and as far from a page's beginning as in the file.
-        if len(self._memory) < lead + size:
-            self._memory = mmap.mmap(-1, lead + size)
-        view = memoryview(self._memory)
-        end = lead
-        for b in buffers:
-            np.copyto(np.frombuffer(view[end : end + len(b)], np.uint8), np.frombuffer(b, np.uint8))
-            end += len(b)
-        base = at - lead
-        write_all(self._cached, [view[lead:first]], at)
-        done = self._write_pages(view[first:last], base + first)
-        return write_all(self._cached, [view[first + done : end]], base + first + done)
+    def write(self, head: bytes, data: memoryview, at: int) -> int:
+        """As :func:`write_all`; ``data`` are bytes. Past the page cache goes what of them can."""
+        begin = at + len(head)
+        pages = len(data) // PAGE * PAGE
+        aligned = begin % PAGE == 0 and np.frombuffer(data, np.uint8).ctypes.data % PAGE == 0
+        if self._fd < 0 or not aligned or pages < LEAST_BYTES:
+            return write_all(self._cached, [head, data], at)
+        write_all(self._cached, [head], at)
+        done = self._write_pages(data[:pages], begin)
+        return write_all(self._cached, [data[done:]], begin + done)
 
     def _write_pages(self, pages: memoryview, at: int) -> int:
         """How many bytes the disk took: whole pages, and all unless it cannot take them so."""

@@ -13,6 +13,7 @@ from hstransport.protocol import pack_event
 from . import codec
 from . import format as fmt
 from .appender import Transaction
+from .direct import LEAST_BYTES, PAGE
 from .format import pack_frame, pack_map
 from .index import BiasRecord, ChunkRecord, EndRecord, Item, Part, StartRecord, WindowRecord
 from .plan import ChunkPlan, WindowPlan
@@ -57,21 +58,31 @@ class Packer:
         self._waiting.extend((chunk, table) for chunk in chunks)
         self._start()
 
-    def write_next(self, out: Transaction, head: Callable[[codec.Packed], bytes]) -> codec.Packed:
-        """Have the oldest chunk's frames written behind ``head`` of them; ``out`` waits for it."""
+    def write_next(
+        self, out: Transaction, head: Callable[[codec.Packed, int], bytes]
+    ) -> codec.Packed:
+        """Have the oldest chunk's frames written behind ``head`` of them and the place where that
+        goes; ``out`` waits for it."""
         while not self._ahead:  # all buffers are being written
             self._take_back(wait_for_one=True)
             self._start()
         future, buffer = self._ahead.popleft()
         try:
             packed = future.result()
-            write = out.put_by(self._writer, [head(packed), *packed.frames])
+            write = out.put_by(self._writer, head(packed, out.end), packed.data)
         except BaseException:
             self._free.append(buffer)
             raise
         self._writing.append((write, buffer))
         self._start()
         return packed
+
+    def wait(self) -> None:
+        """Until all that was passed to :meth:`write_next` is written; chunks of later windows are
+        packed meanwhile."""
+        while self._writing:
+            self._take_back(wait_for_one=True)
+            self._start()
 
     def forget(self) -> None:
         """Drop all chunks; nobody is at work on the caller's rows, or on a buffer, afterwards."""
@@ -136,14 +147,16 @@ def write_window(
             segments = tuple(chunk.segments)
             items.append(ChunkRecord(at, chunk.rows, bias.number, packed.sizes, segments))
     _put(out, items, _ends(plan))
+    packer.wait()
     out.wait()
     size = out.end - offset - fmt.WINDOW_HEAD_BYTES
     out.fill(offset, fmt.pack_window(run, first_seq, next_seq, size))
     return WindowRecord(offset, out.end, run, first_seq, next_seq, tuple(items))
 
 
-def _head(raw: dict[str, Any], packed: codec.Packed) -> bytes:
-    return pack_map(fmt.CHUNK, raw | {"sizes": list(packed.sizes)})
+def _head(raw: dict[str, Any], packed: codec.Packed, at: int) -> bytes:
+    align = PAGE if len(packed.data) >= LEAST_BYTES else 1
+    return fmt.pack_chunk_head(raw | {"sizes": list(packed.sizes)}, at, align)
 
 
 def _put(out: Transaction, items: list[Item], parts: Iterable[Metadata]) -> None:

@@ -128,6 +128,20 @@ def pack_map(kind: bytes, body: dict[str, Any]) -> bytes:
     return pack_frame(kind, bytes(msgpack.packb(body)))
 
 
+def pack_chunk_head(body: dict[str, Any], at: int, align: int) -> bytes:
+    """The head of a chunk that goes to the offset ``at``, padded so that the data behind it begin
+    at a multiple of ``align``, 1 or 4096: whole pages need not go through the page cache."""
+    head = pack_map(CHUNK, body)
+    if (at + len(head)) % align == 0:
+        return head
+    # The key takes 4 bytes, and the length of its value 1 or 2 more than its type.
+    n = -(at + len(head) + 6) % align
+    if n > 255:
+        n = -(at + len(head) + 7) % align
+        n += align if n <= 255 else 0
+    return pack_map(CHUNK, body | {"pad": bytes(n)})
+
+
 def pack_window(run: int, first_seq: int, next_seq: int, size: int) -> bytes:
     """The head of a window of ``size`` bytes: WINDOW_HEAD_BYTES whatever the numbers are.
 

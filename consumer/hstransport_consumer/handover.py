@@ -117,8 +117,9 @@ class Handover:
                 self.left,
             )
         for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+            # With a limit: a signal that comes just before a wait does not end it.
+            while thread.is_alive():
+                thread.join(0.5)
 
     def __str__(self) -> str:
         parts = [f"handed over {self.done:,}"]

@@ -80,7 +80,7 @@ class ChunkRecord(NamedTuple):
     rows: int
     bias: int
     sizes: tuple[int, ...]
-    """Bytes of the data frames in order: exponents and sign+mantissa of each plane."""
+    """Bytes of the data frames in order: sign+mantissa and exponents of each plane."""
     segments: tuple[Segment, ...]
 
 

@@ -75,8 +75,8 @@ class Shard:
 
     @contextmanager
     def _frames(self, fd: int, chunk: int, plane: int) -> Iterator[tuple[memoryview, memoryview]]:
-        """The two frames of a plane, in memory of this thread's; CorruptShardError if they are
-        not what the block expects."""
+        """The frames of a plane's exponents and sign+mantissa, in memory of this thread's;
+        CorruptShardError if they are not what the block expects."""
         meta = self.header.meta
         sizes = self.tables.sizes(meta.planes)[chunk]
         at = int(self.tables.c["chunk.offset"][chunk]) + int(sizes[:plane].sum())
@@ -87,7 +87,7 @@ class Shard:
         data = codec.room_for_frames(first + second)
         pread_into(fd, data, at, self.path)
         try:
-            yield data[:first], data[first:]
+            yield data[first:], data[:first]
         except ValueError as e:
             raise corrupt(self.path, at, f"chunk {chunk}, plane {plane}: {e}") from None
 

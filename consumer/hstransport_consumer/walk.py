@@ -99,7 +99,7 @@ def chunk_planes(fd: int, chunk: ChunkRecord, bias: codec.U8, path: Path) -> Ite
         data = codec.room_for_frames(first + second)
         pread_into(fd, data, at, path)
         try:
-            codec.unpack_plane(data[:first], data[first:], table, words)
+            codec.unpack_plane(data[first:], data[:first], table, words)
         except ValueError as e:
             raise corrupt(path, at, f"data frame: {e}") from None
         yield words

@@ -186,15 +186,13 @@ void planes_are_packed_within_their_bounds() {
         {from + 2 * half * stride, 0, 2 * stride, rows - half},
     };
     // Just as large as it must be, so that a sanitizer sees the first byte beyond.
-    std::vector<uint8_t> first(packed_bound(rows * hidden)), second(first.size());
-    const auto [coded, raw] =
-        pack_plane(pieces, 0, hidden, bias.data(), first.data(), second.data());
+    std::vector<uint8_t> out(packed_bound(1, rows * hidden));
+    const auto [raw, coded] = pack_plane(pieces, 0, hidden, bias.data(), out.data());
     REQUIRE(coded <= rows * hidden + rows * hidden / 256 + 64);
-    first.resize(coded);
-    second.resize(raw);
-    const Span frames[] = {{first.data(), coded}, {second.data(), raw}};
+    out.resize(raw + coded);
+    const Span exponents{out.data() + raw, coded}, mantissas{out.data(), raw};
     auto* to = reinterpret_cast<uint8_t*>(dst.data());
-    REQUIRE(unpack_plane(frames[0], frames[1], bias.data(), to, rows, hidden, 2 * stride));
+    REQUIRE(unpack_plane(exponents, mantissas, bias.data(), to, rows, hidden, 2 * stride));
     for (size_t r = 0; r < rows; ++r) {
       REQUIRE(std::memcmp(&src[r * stride], &dst[r * stride], 2 * hidden) == 0);
     }

@@ -34,10 +34,10 @@ Bytes frame_of(uint64_t seed, size_t* rows) {
     word = static_cast<uint16_t>(__builtin_ctzll(bits | 1ull << 50) * spread % 256 << 7);
   }
   const Bytes bias(kHidden, static_cast<uint8_t>(random()));
-  Bytes first(packed_bound(words.size())), second(first.size());
+  Bytes out(packed_bound(1, words.size()));
   const Piece piece{reinterpret_cast<const uint8_t*>(words.data()), 0, 2 * kHidden, *rows};
-  first.resize(pack_plane({piece}, 0, kHidden, bias.data(), first.data(), second.data()).first);
-  return first;
+  const auto [raw, coded] = pack_plane({piece}, 0, kHidden, bias.data(), out.data());
+  return Bytes(out.begin() + raw, out.begin() + raw + coded);
 }
 
 // Also from a place and into a place of just the right size, so that the first byte beyond is seen.
