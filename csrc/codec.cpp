@@ -13,6 +13,7 @@ namespace hst {
 #if defined(__x86_64__)
 #define HST_HAVE_AVX2 1
 #define HST_AVX2 __attribute__((target("avx2")))
+#include <immintrin.h>
 #endif
 
 HST_ROW_KERNEL split_row(const uint16_t* __restrict src, size_t n, const uint8_t* __restrict bias,
@@ -90,6 +91,33 @@ HST_ODD_ROWS(odd_any, )
 HST_SPLIT_ROWS(split_avx2, HST_AVX2)
 HST_JOIN_ROWS(join_avx2, HST_AVX2)
 HST_ODD_ROWS(odd_avx2, HST_AVX2)
+
+// As join_avx2, its words written past the caches: a line that is written whole need not be read
+// first. Rows begin at multiples of 32 bytes.
+HST_AVX2 static void join_stream(const uint8_t* exponents, const uint8_t* mantissas,
+                                 const uint8_t* bias, uint8_t* dst, size_t rows, size_t hidden,
+                                 size_t stride) {
+  const auto load = [](const uint8_t* p)
+                        HST_AVX2 { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); };
+  const __m256i low = _mm256_set1_epi16(127), sign = _mm256_set1_epi16(128);
+  for (size_t r = 0; r < rows; ++r) {
+    size_t i = 0;
+    for (; i + 16 <= hidden; i += 16) {
+      const __m256i e = _mm256_cvtepu8_epi16(_mm_add_epi8(load(exponents + i), load(bias + i)));
+      const __m256i m = _mm256_cvtepu8_epi16(load(mantissas + i));
+      const __m256i signs = _mm256_slli_epi16(_mm256_and_si256(m, sign), 8);
+      const __m256i word = _mm256_or_si256(_mm256_slli_epi16(e, 7), _mm256_and_si256(m, low));
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(dst + 2 * i), _mm256_or_si256(word, signs));
+    }
+    join_row(exponents + i, mantissas + i, bias + i, hidden - i,
+             reinterpret_cast<uint16_t*>(dst + 2 * i));
+    exponents += hidden;
+    mantissas += hidden;
+    dst += stride;
+  }
+  _mm_sfence();  // such stores are not in order with others
+}
+
 static const bool kAvx2 = [] {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx2") != 0;
@@ -105,8 +133,11 @@ ExponentRange split_planes(const uint8_t* src, size_t rows, size_t hidden, size_
 }
 
 void join_planes(const uint8_t* exponents, const uint8_t* mantissas, const uint8_t* bias,
-                 uint8_t* dst, size_t rows, size_t hidden, size_t stride_bytes) {
+                 uint8_t* dst, size_t rows, size_t hidden, size_t stride_bytes, bool stream) {
 #ifdef HST_HAVE_AVX2
+  if (kAvx2 && stream && (reinterpret_cast<uintptr_t>(dst) | stride_bytes) % 32 == 0) {
+    return join_stream(exponents, mantissas, bias, dst, rows, hidden, stride_bytes);
+  }
   if (kAvx2) return join_avx2(exponents, mantissas, bias, dst, rows, hidden, stride_bytes);
 #endif
   join_any(exponents, mantissas, bias, dst, rows, hidden, stride_bytes);

@@ -22,8 +22,10 @@ struct ExponentRange {
 };
 ExponentRange split_planes(const uint8_t* src, size_t rows, size_t hidden, size_t stride_bytes,
                            const uint8_t* bias, uint8_t* exponents, uint8_t* mantissas);
+// `stream`: write past the caches, for a destination that is larger than they are.
 void join_planes(const uint8_t* exponents, const uint8_t* mantissas, const uint8_t* bias,
-                 uint8_t* dst, size_t rows, size_t hidden, size_t stride_bytes);
+                 uint8_t* dst, size_t rows, size_t hidden, size_t stride_bytes,
+                 bool stream = false);
 // What is odd about each row of words: a sum of these.
 enum Odd : uint8_t { kZero = 1, kConstant = 2, kNotFinite = 4 };
 void odd_rows(const uint8_t* src, size_t rows, size_t hidden, size_t stride_bytes, uint8_t* odd);

@@ -12,8 +12,8 @@ namespace {
 // Where the next words of a plane go, and their bias.
 class Rows {
  public:
-  Rows(const uint8_t* bias, uint8_t* dst, size_t hidden, size_t stride_bytes)
-      : bias_(bias), row_(dst), hidden_(hidden), stride_bytes_(stride_bytes) {}
+  Rows(const uint8_t* bias, uint8_t* dst, size_t hidden, size_t stride_bytes, bool stream)
+      : bias_(bias), row_(dst), hidden_(hidden), stride_bytes_(stride_bytes), stream_(stream) {}
 
   void join(const uint8_t* exponents, const uint8_t* mantissas, size_t size) {
     while (size != 0) {
@@ -22,7 +22,7 @@ class Rows {
       const size_t rows = whole ? size / hidden_ : 1;
       const size_t columns = whole ? hidden_ : std::min(size, hidden_ - column_);
       join_planes(exponents, mantissas, bias_ + column_, row_ + 2 * column_, rows, columns,
-                  stride_bytes_);
+                  stride_bytes_, stream_);
       exponents += rows * columns;
       mantissas += rows * columns;
       size -= rows * columns;
@@ -35,6 +35,7 @@ class Rows {
   const uint8_t* bias_;
   uint8_t* row_;
   size_t hidden_, stride_bytes_, column_ = 0;
+  bool stream_;
 };
 
 }  // namespace
@@ -47,13 +48,13 @@ bool unpack_frame(Span frame, uint8_t* dst, uint64_t size) {
 }
 
 bool unpack_plane(Span exponents, Span mantissas, const uint8_t* bias, uint8_t* dst, size_t rows,
-                  size_t hidden, size_t stride_bytes) {
+                  size_t hidden, size_t stride_bytes, bool stream) {
   static thread_local FrameReader one, other;
   if (!one.open(exponents.data, exponents.size, uint64_t{rows} * hidden) ||
       !other.open(mantissas.data, mantissas.size, uint64_t{rows} * hidden)) {
     return false;
   }
-  Rows words(bias, dst, hidden, stride_bytes);
+  Rows words(bias, dst, hidden, stride_bytes, stream);
   Span e{nullptr, 0}, m{nullptr, 0};
   while ((e.size != 0 || one.next(e)) && (m.size != 0 || other.next(m))) {
     const size_t n = std::min(e.size, m.size);

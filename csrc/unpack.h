@@ -10,8 +10,9 @@
 namespace hst {
 
 bool unpack_frame(Span frame, uint8_t* dst, uint64_t size);
-// Joins what the two frames of a plane hold, which is never written anywhere else.
+// Joins what the two frames of a plane hold, which is never written anywhere else. `stream` as of
+// join_planes.
 bool unpack_plane(Span exponents, Span mantissas, const uint8_t* bias, uint8_t* dst, size_t rows,
-                  size_t hidden, size_t stride_bytes);
+                  size_t hidden, size_t stride_bytes, bool stream = false);
 
 }  // namespace hst

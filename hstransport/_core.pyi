@@ -173,9 +173,11 @@ def unpack_plane(
     rows: int,
     hidden: int,
     dst_stride_bytes: int,
+    stream: bool = False,
 ) -> bool:
-    """:func:`join_planes` of what two zstd frames hold. False as of :func:`unpack_frame`;
-    ConfigError if a size, stride or alignment does not fit. Releases the GIL."""
+    """:func:`join_planes` of what two zstd frames hold. ``stream``: written past the caches, where
+    rows begin at multiples of 32 bytes. False as of :func:`unpack_frame`; ConfigError if a size,
+    stride or alignment does not fit. Releases the GIL."""
 
 def odd_rows(src_addr: int, rows: int, hidden: int, src_stride_bytes: int, odd: Any) -> None:
     """Add to ``odd``, uint8 ``[rows]``, what is odd about each row of bf16 words: 1 all zeros (of

@@ -187,7 +187,9 @@ def test_a_layer_is_read_without_touching_the_others(
     calls = []
     for name in ("decode_frame", "unpack_plane"):  # a frame of a part, both of a whole chunk
         real = getattr(codec, name)
-        monkeypatch.setattr(codec, name, lambda *a, n=name, f=real: calls.append(n) or f(*a))
+        monkeypatch.setattr(
+            codec, name, lambda *a, n=name, f=real, **k: calls.append(n) or f(*a, **k)
+        )
     sample.read(0, 10, layers=[3])
     assert calls == ["decode_frame"] * 2
     calls.clear()

@@ -174,15 +174,17 @@ def room_for_frames(size: int) -> memoryview:
     return _local.packed.reserve(size).data
 
 
-def unpack_plane(exponents: memoryview, mantissas: memoryview, bias: U8, out: U16) -> None:
+def unpack_plane(
+    exponents: memoryview, mantissas: memoryview, bias: U8, out: U16, *, stream: bool = False
+) -> None:
     """Unpack the two frames of a plane into ``out``, as :func:`join` does with what they hold.
 
-    ValueError as of :func:`decode_frame`; ``out`` holds anything then.
+    ``stream``: past the processor's caches, for one who unpacks more than they hold. ValueError as of :func:`decode_frame`; ``out`` holds anything then.
     """
     _check_words(out)
     rows, hidden = out.shape
     place = bias, out.ctypes.data, rows, hidden, out.strides[0]
-    if not _core.unpack_plane(exponents, mantissas, *place):
+    if not _core.unpack_plane(exponents, mantissas, *place, stream):
         size = rows * hidden
         join(decode_frame(exponents, size), decode_frame(mantissas, size), bias, out)
 

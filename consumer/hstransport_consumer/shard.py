@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -67,21 +67,40 @@ class Shard:
             for frame, target in zip(frames, out, strict=True):
                 codec.decode_frame_into(frame, target)
 
-    def plane_words(self, fd: int, chunk: int, plane: int, out: codec.U16) -> None:
-        """Decode and join one plane of a chunk into ``out``, uint16 ``[rows, hidden]``."""
+    def plane_words(
+        self, fd: int, chunk: int, plane: int, out: codec.U16, *, stream: bool = False
+    ) -> None:
+        """Decode and join one plane of a chunk into ``out``, uint16 ``[rows, hidden]``; ``stream``
+        as of :func:`codec.unpack_plane`."""
         bias = self.bias(fd, chunk)[plane]
         with self._frames(fd, chunk, plane) as frames:
-            codec.unpack_plane(*frames, bias, out)
+            codec.unpack_plane(*frames, bias, out, stream=stream)
+
+    def fetch(self, fd: int, chunk: int, planes: Iterable[int]) -> None:
+        """Let the disk begin to read these planes of a chunk, unless they are in memory."""
+        places = [self._place(chunk, plane) for plane in planes]
+        for at, first, second in places[-1:]:
+            try:
+                os.preadv(fd, [bytearray(1)], at + first + second - 1, os.RWF_NOWAIT)
+                return
+            except OSError:  # it would have waited, or the file system cannot tell
+                pass
+        for at, first, second in places:
+            os.posix_fadvise(fd, at, first + second, os.POSIX_FADV_WILLNEED)
+
+    def _place(self, chunk: int, plane: int) -> tuple[int, int, int]:
+        """Where a plane's frames are, and how long each of them is."""
+        sizes = self.tables.sizes(self.header.meta.planes)[chunk]
+        at = int(self.tables.c["chunk.offset"][chunk]) + int(sizes[:plane].sum())
+        first, second = sizes[plane].tolist()
+        return at, first, second
 
     @contextmanager
     def _frames(self, fd: int, chunk: int, plane: int) -> Iterator[tuple[memoryview, memoryview]]:
         """The frames of a plane's exponents and sign+mantissa, in memory of this thread's;
         CorruptShardError if they are not what the block expects."""
-        meta = self.header.meta
-        sizes = self.tables.sizes(meta.planes)[chunk]
-        at = int(self.tables.c["chunk.offset"][chunk]) + int(sizes[:plane].sum())
-        first, second = map(int, sizes[plane])
-        size = self.chunk_rows(chunk) * meta.hidden
+        at, first, second = self._place(chunk, plane)
+        size = self.chunk_rows(chunk) * self.header.meta.hidden
         if max(first, second) > codec.max_frame_bytes(size):
             raise corrupt(self.path, at, f"frames of {first} and {second} bytes for {size}")
         data = codec.room_for_frames(first + second)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -23,16 +23,27 @@ def default_threads() -> int:
 
 
 def for_each(function: Callable[[T], None], items: Iterable[T], threads: int) -> None:
-    """Call ``function`` for each item, in any order; the first error is raised once all ended."""
+    """Call ``function`` for each item, in any order; the first error is raised once all ended.
+
+    The caller's thread is one of the ``threads``.
+    """
     items = list(items)
-    if threads < 2 or len(items) < 2:
-        for item in items:
+    threads = min(threads, len(items))
+    left = iter(items)  # shared: a step of a list's iterator is whole under the GIL
+
+    def work() -> None:
+        for item in left:
             function(item)
-        return
+
+    if threads < 2:
+        return work()
     pool = _pools.get(threads)
     if pool is None:
-        pool = _pools.setdefault(threads, ThreadPoolExecutor(threads, "hstransport-unpack"))
-    futures = [pool.submit(function, item) for item in items]
-    for error in [future.exception() for future in futures]:
-        if error is not None:
-            raise error
+        pool = _pools.setdefault(threads, ThreadPoolExecutor(threads - 1, "hstransport-unpack"))
+    others = [pool.submit(work) for _ in range(threads - 1)]
+    try:
+        work()
+    finally:
+        wait(others)
+    for other in others:
+        other.result()
