@@ -209,6 +209,7 @@ static void bind_consumer(nb::module_& m) {
            })
       .def("pending", [](RingReader& r) { return r.pending().has_value(); })
       .def("skip_pending", &skip_pending)
+      .def("check_whole", [](const RingReader& r) { r.file().check_whole(); })
       .def("producer_alive", &RingReader::producer_alive)
       .def("unlink_if_orphaned", &RingReader::unlink_if_orphaned)
       .def("close", &RingReader::close)

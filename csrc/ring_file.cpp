@@ -28,6 +28,12 @@ Counters RingFile::counters() const {
   return now;
 }
 
+void RingFile::check_whole() const {
+  check(!map->cut(), Fault::kCorrupt, path,
+        ": another process has truncated the file, what it held is lost: delete it, and restart "
+        "the server");
+}
+
 bool RingFile::unlink() {
   struct stat st{};
   if (::stat(path.c_str(), &st) != 0) return errno == ENOENT;

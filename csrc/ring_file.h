@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "cut_guard.h"
 #include "lock_file.h"
 #include "ring_layout.h"
 
@@ -17,7 +18,7 @@ namespace hst {
 // The mapped file. Views of payloads share it, so that none of them can outlive it.
 class Mapping {
  public:
-  Mapping(uint8_t* base, uint64_t bytes) : base_(base), bytes_(bytes) {}
+  Mapping(uint8_t* base, uint64_t bytes) : base_(base), bytes_(bytes), guard_(base, bytes) {}
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
@@ -26,6 +27,8 @@ class Mapping {
   uint8_t* info() const { return base_ + kInfoOffset; }
   uint8_t* base() const { return base_; }
   uint64_t bytes() const { return bytes_; }
+  // Whether another process has truncated the file, and this one has met that.
+  bool cut() const { return guard_.cut(); }
   // Positions only grow; the record at one lies at position % capacity of the data area.
   uint8_t* at(uint64_t position) const { return base_ + header_bytes + position % capacity_bytes; }
   RecordHeader* record(uint64_t position) const {
@@ -43,6 +46,7 @@ class Mapping {
  private:
   uint8_t* const base_;
   const uint64_t bytes_;
+  const CutGuard guard_;
 };
 
 enum class Access { kRead, kReadWrite };
@@ -60,6 +64,9 @@ struct RingFile {
 
   std::string info() const;
   Counters counters() const;
+  // RingCorruptError if the file was truncated: what was read of it before this call is the file's
+  // only if it passes.
+  void check_whole() const;
   // Removes the name if it still is this file's. True: this file has no name any more.
   bool unlink();
 

@@ -113,6 +113,7 @@ bool RingReader::producer_alive() const {
 bool RingReader::unlink_if_orphaned() {
   need_open();
   std::lock_guard<std::mutex> hold(mutex_);
+  if (file_->map->cut()) return false;  // left for a person to look at, as any corrupt ring
   if (tail_ != acquire_head() || !file_->lock.try_lock(Role::kProducer)) return false;
   // Again, now that no producer can move it.
   const bool unlinked = tail_ == acquire_head() && file_->unlink();
@@ -176,6 +177,7 @@ Inspection inspect_ring(const std::string& path) {
                                            : look.abandoned);
   }
   look.head = look.head < look.tail ? look.tail : look.head;
+  file->check_whole();
   return look;
 }
 

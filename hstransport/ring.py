@@ -241,6 +241,14 @@ class RingReader:
         skipped = self._core.skip_pending()
         return None if skipped is None else PendingInfo(*skipped)
 
+    def check_whole(self) -> None:
+        """RingCorruptError if another process has truncated the file.
+
+        Payloads that were read before this call are what the producer wrote only if it passes:
+        where the file is gone, zeros are read.
+        """
+        self._core.check_whole()
+
     def producer_alive(self) -> bool:
         """Whether a process holds the producer's role; it cannot come back once it is gone."""
         return self._core.producer_alive()

@@ -116,10 +116,12 @@ def write_window(
     plan: WindowPlan,
     bias: Bias | None,
     packer: Packer,
+    check: Callable[[], None],
 ) -> WindowRecord:
     """Write a window whose chunks are the next that ``packer`` was given.
 
-    Its head is written last, because it is what makes the window count.
+    Its head is written last, because it is what makes the window count, and after ``check``, which
+    raises when the rows that were packed are not to be trusted.
     """
     offset = out.leave(fmt.WINDOW_HEAD_BYTES)
     items: list[Item] = []
@@ -137,6 +139,7 @@ def write_window(
             items.append(ChunkRecord(at, chunk.rows, bias.number, packed.sizes, segments))
     _put(out, items, _ends(plan))
     out.wait()
+    check()
     size = out.end - offset - fmt.WINDOW_HEAD_BYTES
     out.fill(offset, fmt.pack_window(run, first_seq, next_seq, size))
     return WindowRecord(offset, out.end, run, first_seq, next_seq, tuple(items))
