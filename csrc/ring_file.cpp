@@ -28,6 +28,12 @@ Counters RingFile::counters() const {
   return now;
 }
 
+std::string RingFile::out() const {
+  const uint64_t bytes = load_acquire(&map->header()->out_bytes);
+  if (bytes > kOutBytes || !map->out()) return {};
+  return std::string(reinterpret_cast<const char*>(map->out()), bytes);
+}
+
 void RingFile::check_whole() const {
   check(!map->cut(), Fault::kCorrupt, path,
         ": another process has truncated the file, what it held is lost: delete it, and restart "
@@ -137,7 +143,7 @@ std::unique_ptr<RingFile> RingFile::create(const std::string& path, uint64_t cap
       throw OsError(errno, "cannot lock the ring: its file system must support locks", path);
     }
     if (::fchmod(fd, 0600) != 0) throw OsError(errno, "cannot set the ring's mode", path);
-    const uint64_t header_bytes = align_up(kInfoOffset + info.size(), kPageBytes);
+    const uint64_t header_bytes = align_up(kInfoOffset + info.size() + kOutBytes, kPageBytes);
     const uint64_t file_bytes = header_bytes + capacity_bytes;
     check_room(fd, path, file_bytes);
     if (::ftruncate(fd, static_cast<off_t>(file_bytes)) != 0) {

@@ -25,6 +25,11 @@ class Mapping {
 
   RingHeader* header() const { return reinterpret_cast<RingHeader*>(base_); }
   uint8_t* info() const { return base_ + kInfoOffset; }
+  // kOutBytes for the consumer's directory; null in a header that has no room for it.
+  uint8_t* out() const {
+    const bool room = kInfoOffset + info_bytes + kOutBytes <= header_bytes;
+    return room ? base_ + header_bytes - kOutBytes : nullptr;
+  }
   uint8_t* base() const { return base_; }
   uint64_t bytes() const { return bytes_; }
   // Whether another process has truncated the file, and this one has met that.
@@ -64,6 +69,8 @@ struct RingFile {
 
   std::string info() const;
   Counters counters() const;
+  // Where the consumer stores what it reads; empty when it has not said so.
+  std::string out() const;
   // RingCorruptError if the file was truncated: what was read of it before this call is the file's
   // only if it passes.
   void check_whole() const;
