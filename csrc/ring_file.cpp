@@ -16,7 +16,10 @@
 
 namespace hst {
 
-Mapping::~Mapping() { ::munmap(base_, bytes_); }
+Mapping::~Mapping() {
+  guard_.reset();  // first: the addresses may be another mapping's at once
+  ::munmap(base_, bytes_);
+}
 
 std::string RingFile::info() const {
   return std::string(reinterpret_cast<const char*>(map->info()), map->info_bytes);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -18,7 +19,8 @@ namespace hst {
 // The mapped file. Views of payloads share it, so that none of them can outlive it.
 class Mapping {
  public:
-  Mapping(uint8_t* base, uint64_t bytes) : base_(base), bytes_(bytes), guard_(base, bytes) {}
+  Mapping(uint8_t* base, uint64_t bytes)
+      : base_(base), bytes_(bytes), guard_(std::in_place, base, bytes) {}
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
@@ -33,7 +35,7 @@ class Mapping {
   uint8_t* base() const { return base_; }
   uint64_t bytes() const { return bytes_; }
   // Whether another process has truncated the file, and this one has met that.
-  bool cut() const { return guard_.cut(); }
+  bool cut() const { return guard_->cut(); }
   // Positions only grow; the record at one lies at position % capacity of the data area.
   uint8_t* at(uint64_t position) const { return base_ + header_bytes + position % capacity_bytes; }
   RecordHeader* record(uint64_t position) const {
@@ -51,7 +53,7 @@ class Mapping {
  private:
   uint8_t* const base_;
   const uint64_t bytes_;
-  const CutGuard guard_;
+  std::optional<CutGuard> guard_;
 };
 
 enum class Access { kRead, kReadWrite };
