@@ -34,6 +34,8 @@ test-releases: setup ## check every SGLang release that pip offers (downloads th
 	@SGLANG_RELEASES=all $(PY) -m pytest tests/test_releases.py $(ARGS)
 
 stress: setup ## sanitizers, spin, fuzzers for MINUTES=2 each, hundreds of kills; skips say what to install
+	@$(PY) -m pip install --quiet --disable-pip-version-check -r tests/rig/requirements/stress.txt || \
+		echo "make: no atheris for this Python: its tests are skipped"
 	@$(PY) -m pytest --stress $(MINUTES) $(STRESS_TESTS) --durations=0 $(ARGS)
 
 lint: setup ## formatting, ruff, mypy, clang-format

@@ -113,7 +113,8 @@ static nb::tuple inspect(const std::string& path) {
   const Inspection look = inspect_ring(path);
   return nb::make_tuple(as_bytes(look.info), as_tuple(look.counters), look.capacity_bytes,
                         look.head, look.tail, look.committed, look.pending, look.abandoned,
-                        look.closed, look.producer_alive, look.consumer_attached);
+                        look.closed, look.producer_alive, look.consumer_attached,
+                        as_bytes(look.out));
 }
 
 static void bind_producer(nb::module_& m) {
@@ -209,6 +210,11 @@ static void bind_consumer(nb::module_& m) {
            })
       .def("pending", [](RingReader& r) { return r.pending().has_value(); })
       .def("skip_pending", &skip_pending)
+      .def("tell_out",
+           [](RingReader& r, const nb::bytes& directory) {
+             return r.tell_out({directory.c_str(), directory.size()});
+           })
+      .def("check_whole", [](const RingReader& r) { r.file().check_whole(); })
       .def("producer_alive", &RingReader::producer_alive)
       .def("unlink_if_orphaned", &RingReader::unlink_if_orphaned)
       .def("close", &RingReader::close)

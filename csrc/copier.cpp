@@ -9,6 +9,7 @@
 
 #ifdef HST_GATHER_FATBIN
 extern "C" const unsigned char hst_gather_fatbin[];  // written by embed.cmake
+static constexpr unsigned kBlocksPerMultiprocessor = 8;
 #endif
 
 namespace hst {
@@ -16,7 +17,6 @@ namespace hst {
 using namespace cuda;
 
 static constexpr uint64_t kStageAlign = 256;
-static constexpr unsigned kBlocksPerMultiprocessor = 8;
 // The server's own small copies (the tokens of a step, say) go through the same engine, one copy at
 // a time: behind one of 256 MiB they would wait 5 ms, behind this 0.15 ms.
 static constexpr uint64_t kCopyBytes = 8 << 20;

@@ -9,6 +9,7 @@ namespace hst {
 static constexpr char kAdvice[] = ": the ring is corrupt, delete the file";
 
 void check_positions(const RingFile& file, uint64_t tail, uint64_t head) {
+  file.check_whole();
   const uint64_t capacity = file.map->capacity_bytes;
   const auto want = [&](bool ok, const auto&... parts) {
     check(ok, Fault::kCorrupt, file.path, ": header: ", parts..., kAdvice);
@@ -38,6 +39,7 @@ CheckedRecord check_record(const RingFile& file, uint64_t position, uint64_t hea
   std::memcpy(reinterpret_cast<uint8_t*>(&h) + sizeof ready, map.at(position) + sizeof ready,
               sizeof h - sizeof ready);
   h.ready = ready;
+  file.check_whole();
 
   want(ready <= kAbandoned, "ready is ", ready, ", must be at most ", kAbandoned);
   want(h.kind <= kLastKind, "kind is ", h.kind, ", must be at most ", kLastKind);

@@ -16,7 +16,10 @@
 
 namespace hst {
 
-Mapping::~Mapping() { ::munmap(base_, bytes_); }
+Mapping::~Mapping() {
+  guard_.reset();  // first: the addresses may be another mapping's at once
+  ::munmap(base_, bytes_);
+}
 
 std::string RingFile::info() const {
   return std::string(reinterpret_cast<const char*>(map->info()), map->info_bytes);
@@ -26,6 +29,18 @@ Counters RingFile::counters() const {
   Counters now;
   for (uint32_t i = 0; i < kCounters; ++i) now[i] = load_relaxed(&map->header()->counters[i]);
   return now;
+}
+
+std::string RingFile::out() const {
+  const uint64_t bytes = load_acquire(&map->header()->out_bytes);
+  if (bytes > kOutBytes || !map->out()) return {};
+  return std::string(reinterpret_cast<const char*>(map->out()), bytes);
+}
+
+void RingFile::check_whole() const {
+  check(!map->cut(), Fault::kCorrupt, path,
+        ": another process has truncated the file, what it held is lost: delete it, and restart "
+        "the server");
 }
 
 bool RingFile::unlink() {
@@ -131,7 +146,7 @@ std::unique_ptr<RingFile> RingFile::create(const std::string& path, uint64_t cap
       throw OsError(errno, "cannot lock the ring: its file system must support locks", path);
     }
     if (::fchmod(fd, 0600) != 0) throw OsError(errno, "cannot set the ring's mode", path);
-    const uint64_t header_bytes = align_up(kInfoOffset + info.size(), kPageBytes);
+    const uint64_t header_bytes = align_up(kInfoOffset + info.size() + kOutBytes, kPageBytes);
     const uint64_t file_bytes = header_bytes + capacity_bytes;
     check_room(fd, path, file_bytes);
     if (::ftruncate(fd, static_cast<off_t>(file_bytes)) != 0) {

@@ -6,9 +6,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
+#include "cut_guard.h"
 #include "lock_file.h"
 #include "ring_layout.h"
 
@@ -17,15 +19,23 @@ namespace hst {
 // The mapped file. Views of payloads share it, so that none of them can outlive it.
 class Mapping {
  public:
-  Mapping(uint8_t* base, uint64_t bytes) : base_(base), bytes_(bytes) {}
+  Mapping(uint8_t* base, uint64_t bytes)
+      : base_(base), bytes_(bytes), guard_(std::in_place, base, bytes) {}
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
 
   RingHeader* header() const { return reinterpret_cast<RingHeader*>(base_); }
   uint8_t* info() const { return base_ + kInfoOffset; }
+  // kOutBytes for the consumer's directory; null in a header that has no room for it.
+  uint8_t* out() const {
+    const bool room = kInfoOffset + info_bytes + kOutBytes <= header_bytes;
+    return room ? base_ + header_bytes - kOutBytes : nullptr;
+  }
   uint8_t* base() const { return base_; }
   uint64_t bytes() const { return bytes_; }
+  // Whether another process has truncated the file, and this one has met that.
+  bool cut() const { return guard_->cut(); }
   // Positions only grow; the record at one lies at position % capacity of the data area.
   uint8_t* at(uint64_t position) const { return base_ + header_bytes + position % capacity_bytes; }
   RecordHeader* record(uint64_t position) const {
@@ -43,6 +53,7 @@ class Mapping {
  private:
   uint8_t* const base_;
   const uint64_t bytes_;
+  std::optional<CutGuard> guard_;
 };
 
 enum class Access { kRead, kReadWrite };
@@ -60,6 +71,11 @@ struct RingFile {
 
   std::string info() const;
   Counters counters() const;
+  // Where the consumer stores what it reads; empty when it has not said so.
+  std::string out() const;
+  // RingCorruptError if the file was truncated: what was read of it before this call is the file's
+  // only if it passes.
+  void check_whole() const;
   // Removes the name if it still is this file's. True: this file has no name any more.
   bool unlink();
 

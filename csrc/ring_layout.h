@@ -10,8 +10,10 @@
 //      128     8  head: end of the last reserved record           (written by the producer)
 //      136     8  next_seq: number of the next record
 //      192     8  tail: everything before it is free              (written by the consumer)
+//      200     4  out_bytes: length of the consumer's directory; 0: there is none to tell of
 //      256  32*8  counters of the producer, in the order of `Counter`
 //      512     …  session info
+//    -1024  1024  the consumer's directory: the last bytes of the header
 //
 //   offset  size  record, 64-byte aligned, contiguous, never wrapping
 //        0     4  ready: 0 pending, 1 committed, 2 abandoned
@@ -49,6 +51,7 @@ inline constexpr uint64_t kAlign = 64;
 inline constexpr uint64_t kInfoOffset = 512;
 inline constexpr uint64_t kMinCapacityBytes = 64 << 10;
 inline constexpr uint64_t kMaxInfoBytes = 1 << 20;
+inline constexpr uint64_t kOutBytes = 1024;
 
 enum Ready : uint32_t { kPending = 0, kCommitted = 1, kAbandoned = 2 };
 
@@ -90,13 +93,15 @@ struct RingHeader {
   uint64_t next_seq;
   uint8_t pad1[48];
   uint64_t tail;
-  uint8_t pad2[56];
+  uint32_t out_bytes;
+  uint8_t pad2[52];
   uint64_t counters[kCounterWords];
 };
 static_assert(sizeof(RingHeader) == kInfoOffset);
 static_assert(offsetof(RingHeader, capacity_bytes) == 16 && offsetof(RingHeader, closed) == 28);
 static_assert(offsetof(RingHeader, head) == 128 && offsetof(RingHeader, next_seq) == 136);
-static_assert(offsetof(RingHeader, tail) == 192 && offsetof(RingHeader, counters) == 256);
+static_assert(offsetof(RingHeader, tail) == 192 && offsetof(RingHeader, out_bytes) == 200);
+static_assert(offsetof(RingHeader, counters) == 256);
 
 struct RecordHeader {
   uint32_t ready;

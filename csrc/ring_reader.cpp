@@ -1,5 +1,6 @@
 #include "ring_reader.h"
 
+#include <cstring>
 #include <utility>
 
 #include "check.h"
@@ -13,6 +14,7 @@ RingReader::RingReader(const std::string& path, std::shared_ptr<Mapping> shared)
         ": another consumer is attached: a ring has one, stop it first");
   // Read only once the lock is held: before that another consumer may still move the tail.
   tail_ = cursor_ = load_acquire(&file_->map->header()->tail);
+  tell_out({});  // an earlier consumer may have been killed
   acquire_head();
 }
 
@@ -105,6 +107,17 @@ void RingReader::release_locked(uint64_t ticket) {
   if (tail_ != before) store_release(&file_->map->header()->tail, tail_);
 }
 
+bool RingReader::tell_out(const std::string& directory) {
+  need_open();
+  uint8_t* const out = file_->map->out();
+  if (!out || directory.size() > kOutBytes) return false;
+  uint32_t* const bytes = &file_->map->header()->out_bytes;
+  store_release<uint32_t>(bytes, 0);
+  std::memcpy(out, directory.data(), directory.size());
+  store_release(bytes, static_cast<uint32_t>(directory.size()));
+  return true;
+}
+
 bool RingReader::producer_alive() const {
   need_open();
   return file_->lock.held_by_other(Role::kProducer);
@@ -113,6 +126,7 @@ bool RingReader::producer_alive() const {
 bool RingReader::unlink_if_orphaned() {
   need_open();
   std::lock_guard<std::mutex> hold(mutex_);
+  if (file_->map->cut()) return false;  // left for a person to look at, as any corrupt ring
   if (tail_ != acquire_head() || !file_->lock.try_lock(Role::kProducer)) return false;
   // Again, now that no producer can move it.
   const bool unlinked = tail_ == acquire_head() && file_->unlink();
@@ -146,6 +160,7 @@ Inspection inspect_ring(const std::string& path) {
   look.closed = load_acquire(&header->closed) != 0;
   look.producer_alive = file->lock.held_by_other(Role::kProducer);
   look.consumer_attached = file->lock.held_by_other(Role::kConsumer);
+  if (look.consumer_attached) look.out = file->out();
   // Tail before head: the other way round a fast pair could show tail > head.
   look.tail = load_acquire(&header->tail);
   look.head = load_acquire(&header->head);
@@ -176,6 +191,7 @@ Inspection inspect_ring(const std::string& path) {
                                            : look.abandoned);
   }
   look.head = look.head < look.tail ? look.tail : look.head;
+  file->check_whole();
   return look;
 }
 

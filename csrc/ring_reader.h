@@ -32,6 +32,8 @@ class RingReader {
   // Records may be given back in any order; the tail follows the longest prefix of them.
   void release(uint64_t ticket, uint64_t seq);
 
+  // Tell whoever inspects the ring where its records go; false when that is too long.
+  bool tell_out(const std::string& directory);
   bool producer_alive() const;
   // The order matters to a reader: records seen after `closed` are the last ones.
   bool closed() const { return load_acquire(&file_->map->header()->closed) != 0; }
@@ -67,7 +69,7 @@ class RingReader {
 
 // A look at a ring that takes no role and changes nothing.
 struct Inspection {
-  std::string info;
+  std::string info, out;
   Counters counters{};
   uint64_t capacity_bytes = 0, head = 0, tail = 0;
   uint64_t committed = 0, pending = 0, abandoned = 0;

@@ -48,6 +48,7 @@ std::optional<Slot> RingWriter::reserve(uint32_t kind, std::string_view meta,
 
   std::lock_guard<std::mutex> hold(mutex_);
   check(is_open(), Fault::kRing, file_->path, ": the writer is closed (or this is a forked child)");
+  file_->check_whole();
   const uint64_t room = map.room_before_end(head_);
   const uint64_t padding = record_bytes <= room ? 0 : room;
   const uint64_t end = head_ + padding + record_bytes;

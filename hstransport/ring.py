@@ -65,6 +65,8 @@ class RingInfo(NamedTuple):
     closed: bool
     producer_alive: bool
     consumer_attached: bool
+    out: Path | None
+    """Where the consumer stores the records, if it has said so."""
 
     @property
     def bytes(self) -> int:
@@ -241,6 +243,21 @@ class RingReader:
         skipped = self._core.skip_pending()
         return None if skipped is None else PendingInfo(*skipped)
 
+    def tell_out(self, directory: Path) -> bool:
+        """Have :func:`inspect_ring` say where the records go, for as long as this reader lives.
+
+        False when the path is longer than 1024 bytes: nothing is said then.
+        """
+        return self._core.tell_out(os.fsencode(directory.absolute()))
+
+    def check_whole(self) -> None:
+        """RingCorruptError if another process has truncated the file.
+
+        Payloads that were read before this call are what the producer wrote only if it passes:
+        where the file is gone, zeros are read.
+        """
+        self._core.check_whole()
+
     def producer_alive(self) -> bool:
         """Whether a process holds the producer's role; it cannot come back once it is gone."""
         return self._core.producer_alive()
@@ -303,7 +320,8 @@ def inspect_ring(path: str | os.PathLike[str]) -> RingInfo:
     """
     path = Path(path)
     look = _core.inspect_ring(str(path))
-    return RingInfo(path, look[0], RingCounters(*look[1]), *look[2:])
+    out = Path(os.fsdecode(look[-1])) if look[-1] else None
+    return RingInfo(path, look[0], RingCounters(*look[1]), *look[2:-1], out)
 
 
 def remove_orphan(path: str | os.PathLike[str]) -> bool:

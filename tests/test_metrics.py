@@ -15,9 +15,9 @@ from hstransport_consumer import metrics
 from hstransport_consumer.handover import Handover
 from hstransport_consumer.packer import Totals
 from hstransport_consumer.stream import Streams
-from prometheus_client.parser import text_string_to_metric_families
 from rig.consumer import ConsumerProcess
 from rig.producer import Producer
+from rig.scrape import address, scrape
 
 from hstransport.counters import RingCounters
 from hstransport.errors import ConfigError
@@ -29,19 +29,6 @@ def wait_for(look, timeout_s=20):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return found
-
-
-def address(consumer):
-    pattern = r"metrics at (http://127\.0\.0\.1:\d+/metrics)"
-    return wait_for(lambda: re.search(pattern, consumer.log_text()))[1]
-
-
-def scrape(url):
-    """{(name, values of its labels, which are in order of their names): value}"""
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        text = answer.read().decode()
-    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
-    return {(s.name.removeprefix("hstransport_"), *s.labels.values()): s.value for s in samples}
 
 
 def test_port_tells_counters_of_both_sides_and_keeps_those_of_ended_rings(ring_dir, tmp_path):

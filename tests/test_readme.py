@@ -1,4 +1,4 @@
-"""Every command and every piece of code in README.md runs, as it stands there.
+"""Every command and every piece of code in README.md runs, as it stands there; every link leads on.
 
 ``make demo`` and ``make test`` are run by this file and by CI. Only names that a reader must choose
 (addresses, directories, the model) are replaced.
@@ -20,7 +20,9 @@ from rig.server import SGLangServer
 from hstransport.cli import main as hstransport
 
 ROOT = Path(__file__).parent.parent
+FOLDERS = "docs", "consumer", "benchmarks", "patches"
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *(p for d in FOLDERS for p in sorted((ROOT / d).glob("*.md")))]
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 COMMANDS = [
     line.split("#")[0].strip()
@@ -61,6 +63,17 @@ def test_readme_has_the_commands_that_are_tested_here():
         "make check",
         "make help",
     }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_the_pages_lead_somewhere(page):
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        name, _, anchor = link.partition("#")
+        there = page.parent / name if name else page
+        assert there.exists(), f"{page.name} links to {link}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", there.read_text(), re.MULTILINE)
+            assert anchor in [h.lower().replace(" ", "-") for h in headings], link
 
 
 def test_ci_runs_the_tests_as_the_readme_says():

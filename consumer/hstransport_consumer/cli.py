@@ -222,7 +222,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
             stack.callback(handover.close)
             handover.start()
         stack.callback(writer.finish_shard)
-        streams = Streams(arguments.dir, session)
+        streams = Streams(arguments.dir, session, arguments.out)
         packer = Packer(streams, writer, flush_s=arguments.flush_s)
         stack.callback(packer.close)
         if arguments.metrics_port is not None:

@@ -127,10 +127,12 @@ def write_window(
     plan: WindowPlan,
     bias: Bias | None,
     packer: Packer,
+    check: Callable[[], None],
 ) -> WindowRecord:
     """Write a window whose chunks are the next that ``packer`` was given.
 
-    Its head is written last, because it is what makes the window count.
+    Its head is written last, because it is what makes the window count, and after ``check``, which
+    raises when the rows that were packed are not to be trusted.
     """
     offset = out.leave(fmt.WINDOW_HEAD_BYTES)
     items: list[Item] = []
@@ -149,6 +151,7 @@ def write_window(
     _put(out, items, _ends(plan))
     packer.wait()
     out.wait()
+    check()
     size = out.end - offset - fmt.WINDOW_HEAD_BYTES
     out.fill(offset, fmt.pack_window(run, first_seq, next_seq, size))
     return WindowRecord(offset, out.end, run, first_seq, next_seq, tuple(items))

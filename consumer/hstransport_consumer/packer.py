@@ -257,14 +257,23 @@ class Packer:
             info, records = window.stream.info, window.received
             events = [(r.event, r.states) for r in records if r.event is not None]
             self._writer.begin_window(
-                info.run, info.rank, records[0].record.seq, records[-1].record.seq, events
+                info.run,
+                info.rank,
+                records[0].record.seq,
+                records[-1].record.seq,
+                events,
+                window.stream.reader.check_whole,
             )
 
     def _finish(self) -> None:
         """Write the oldest window that is due."""
         self._begin()
         window = self._due[0]
-        result = self._writer.finish_window()
+        try:
+            result = self._writer.finish_window()
+        except RingError:  # nothing that was read of this ring counts; the next look gives it up
+            self._due = deque(due for due in self._due if due.stream is not window.stream)
+            return
         self._due.popleft()
         info, records = window.stream.info, window.received
         totals = self.totals

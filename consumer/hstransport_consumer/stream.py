@@ -48,15 +48,20 @@ class StreamCounters:
 
 
 class RingStream:
-    """Follows one ring from its tail on. Raises RingBusyError when another consumer holds it."""
+    """Follows one ring from its tail on. Raises RingBusyError when another consumer holds it.
 
-    def __init__(self, place: RingPath) -> None:
+    ``out``: the directory that its records go to, for those who inspect the ring.
+    """
+
+    def __init__(self, place: RingPath, out: Path | None = None) -> None:
         self.place = place
         self._reader = RingReader.attach(place.path)
         try:
             with suppress(FileNotFoundError):  # it is made after the ring
                 check_owner(place.socket)
             self.info: SessionInfo = unpack_info(self._reader.info)
+            if out is not None:
+                self._reader.tell_out(out)
         except (ProtocolError, PermissionError):
             self._reader.close()
             raise
@@ -129,11 +134,13 @@ class Streams:
     """The rings of a session, found as they appear.
 
     ``session`` None means: the one session that exists under ``root``; several are an error.
+    ``out``: as for :class:`RingStream`.
     """
 
-    def __init__(self, root: Path, session: str | None) -> None:
+    def __init__(self, root: Path, session: str | None, out: Path | None = None) -> None:
         self.root = root
         self.session = session
+        self._out = out
         self.subscriber = Subscriber()
         self.live: list[RingStream] = []
         self._refused: set[Path] = set()
@@ -150,7 +157,7 @@ class Streams:
             if place.path in known or place.path in self._refused:
                 continue
             try:
-                stream = RingStream(place)
+                stream = RingStream(place, self._out)
             except FileNotFoundError:
                 continue  # its owner unlinked it between the two looks
             except RingBusyError as e:

@@ -61,6 +61,7 @@ class _Begun:
     estimate: BiasEstimate
     """The estimate with this window's rows in it; its table is what the chunks are packed with."""
     repeated: int
+    check: Callable[[], None]
 
 
 class DatasetWriter:
@@ -184,10 +185,12 @@ class DatasetWriter:
         first_seq: int,
         last_seq: int,
         events: Sequence[Entry],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to pack a window; arguments as :meth:`write_window`.
 
-        The arrays are read until :meth:`finish_window` has returned for it, or has raised.
+        The arrays are read until :meth:`finish_window` has returned for it, or has raised. It calls
+        ``check`` once all are read and before the window counts; what that raises, it raises.
         """
         state = self._run(run, rank)
         next_seq, known = self._ahead(state)
@@ -203,7 +206,7 @@ class DatasetWriter:
             events = events[repeated:]
         assert self._meta is not None
         plan = plan_window(known, events, self._meta.planes, self._meta.hidden)
-        self._begin(state, first_seq + repeated, last_seq + 1, plan, repeated)
+        self._begin(state, first_seq + repeated, last_seq + 1, plan, repeated, check)
 
     def finish_window(self) -> WindowResult:
         """Write the oldest window begun.
@@ -250,7 +253,7 @@ class DatasetWriter:
             reach = sample.coverage.ranges[-1][1] if sample.coverage.ranges else 0
             end = End(sid, UNFINISHED_REASON, reach, np.empty(0, np.int32), detail=reason[:1024])
             plan.touched[sid] = Touched(sid, sample.coverage, end=end, state=State.UNFINISHED)
-        self._begin(state, state.next_seq, state.next_seq, plan, 0)
+        self._begin(state, state.next_seq, state.next_seq, plan, 0, lambda: None)
         ended = self.finish_window().ended
         self._prefixes.end_run((run, rank))
         return ended
@@ -306,13 +309,19 @@ class DatasetWriter:
         return next_seq, known
 
     def _begin(
-        self, run: RunState, first_seq: int, next_seq: int, plan: WindowPlan, repeated: int
+        self,
+        run: RunState,
+        first_seq: int,
+        next_seq: int,
+        plan: WindowPlan,
+        repeated: int,
+        check: Callable[[], None],
     ) -> None:
         estimate = self._observe(plan)
         if plan.chunks:
             assert estimate.table is not None
             self._packer.begin(plan.chunks, estimate.table)
-        self._begun.append(_Begun(run, first_seq, next_seq, plan, estimate, repeated))
+        self._begun.append(_Begun(run, first_seq, next_seq, plan, estimate, repeated, check))
 
     def _write(self, window: _Begun) -> WindowResult:
         run, plan = window.run, window.plan
@@ -332,7 +341,10 @@ class DatasetWriter:
                     out.put([pack_map(fmt.RUN, {"info": pack_info(run.info)})])
                     records.append(RunRecord(before, out.end, run.info))
                 seqs = (window.first_seq, window.next_seq)
-                records.append(write_window(out, number, *seqs, plan, bias, self._packer))
+                window_record = write_window(
+                    out, number, *seqs, plan, bias, self._packer, window.check
+                )
+                records.append(window_record)
             ended = list(_ended(plan, run))
             for record in records:
                 index.apply(record)

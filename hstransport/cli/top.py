@@ -24,11 +24,11 @@ from .watch import Disk, Row, View, Watch
 HELP = "watch the sessions of this host: rates, rings, drops, disk"
 DESCRIPTION = """\
 Show every session of this host: GB/s into and out of its rings, how full they are, what waits to be
-stored, drops and stalls by reason; with --out, how long the disk lasts. Reads the headers of the
+stored, drops and stalls by reason, how long the consumers' disks last. Reads the headers of the
 rings and asks nobody: it costs a server nothing and shows one that hangs. Ctrl-C ends it."""
 EPILOG = """\
 example:
-  hstransport top --out /data/shards
+  hstransport top
   hstransport top --once --json | python3 -m json.tool
 
 docs/operations.md says what each counter means and what to do.
@@ -50,7 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=default_root(),
         help="the servers' HSTRANSPORT_DIR (default: %(default)s)",
     )
-    add("--out", type=Path, metavar="DIR", help="where the consumer writes: when is it full?")
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="when is its disk full? (default: the directories of the sessions' consumers)",
+    )
     add(
         "--interval",
         type=positive_float,
@@ -108,8 +113,7 @@ def show(view: View, nothing: str) -> RenderableType:
         parts.append(table)
     else:
         parts.append(Text(nothing))
-    if view.disk is not None:
-        parts.append(Text(_disk_words(view.disk)))
+    parts += [Text(_disk_words(disk)) for disk in view.disks]
     return Group(*parts)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,6 +41,8 @@ class Row:
     """How long the consumer takes for them at its present rate."""
     counters: dict[str, int] = field(default_factory=dict)
     """As in the ring's header."""
+    out: str | None = None
+    """Where its consumer stores it."""
 
 
 @dataclass(frozen=True)
@@ -56,25 +60,36 @@ class Disk:
 class View:
     time: float
     rings: list[Row]
-    disk: Disk | None
+    disks: list[Disk]
 
 
 class Watch:
-    """Looks again and again, and makes rates of the differences."""
+    """Looks again and again, and makes rates of the differences.
+
+    ``out``: the directory whose disk is looked at, instead of those that consumers tell of.
+    """
 
     def __init__(self, root: Path, session: str | None, out: Path | None) -> None:
         self._root = root
         self._session = session
         self._out = out
         self._before: dict[Path, tuple[float, RingInfo]] = {}
-        self._free: deque[tuple[float, int]] = deque()
+        self._free: dict[str, deque[tuple[float, int]]] = {}
 
     def look(self) -> View:
         """Raises PermissionError, and FileNotFoundError when there is no such ``out``."""
         names = find_sessions(self._root) if self._session is None else [self._session]
         places = [place for name in names for place in find_rings(self._root, name)]
         rows = [row for place in places if (row := self._row(place)) is not None]
-        return View(time.time(), rows, None if self._out is None else self._disk(self._out))
+        return View(time.time(), rows, list(self._disks(rows)))
+
+    def _disks(self, rows: list[Row]) -> Iterator[Disk]:
+        if self._out is not None:
+            yield self._disk(str(self._out))
+            return
+        for out in sorted({row.out for row in rows if row.out}):
+            with suppress(OSError):  # a consumer in a container may see other directories
+                yield self._disk(out)
 
     def _row(self, place: RingPath) -> Row | None:
         name = place.session, place.run, place.rank
@@ -102,19 +117,21 @@ class Watch:
             ring.records,
             (ring.bytes / out_gbs / 1e9 if out_gbs else None) if ring.bytes else 0.0,
             ring.counters._asdict(),
+            None if ring.out is None else str(ring.out),
         )
 
-    def _disk(self, out: Path) -> Disk:
+    def _disk(self, out: str) -> Disk:
         usage = shutil.disk_usage(out)
         now = time.monotonic()
-        self._free.append((now, usage.free))
-        while now - self._free[0][0] > _DISK_WINDOW_S:
-            self._free.popleft()
-        then, before = self._free[0]
+        seen = self._free.setdefault(out, deque())
+        seen.append((now, usage.free))
+        while now - seen[0][0] > _DISK_WINDOW_S:
+            seen.popleft()
+        then, before = seen[0]
         rate = (before - usage.free) / (now - then) if now > then else 0.0
         fills = rate > 0
         return Disk(
-            str(out),
+            out,
             usage.free,
             usage.total,
             rate / 1e9 if fills else None,
