@@ -12,6 +12,7 @@
 #include "check.h"
 #include "codec.h"
 #include "pack.h"
+#include "plane_reads.h"
 #include "unpack.h"
 
 namespace nb = nanobind;
@@ -58,6 +59,7 @@ using Bytes = nb::ndarray<uint8_t, nb::c_contig, nb::device::cpu>;
 using ConstBytes = nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>;
 
 using ConstPlanes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Places = nb::ndarray<const uint64_t, nb::shape<-1, 8>, nb::c_contig, nb::device::cpu>;
 using Pieces = nb::ndarray<const uint64_t, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
 
 // The gate for addresses: what the kernels assume is checked here.
@@ -131,6 +133,32 @@ void bind_codec(nb::module_& m) {
       },
       "frame"_a.noconvert(), "out"_a.noconvert(),
       "Unpack one zstd frame of as many bytes as `out` has. False as of unpack_plane.");
+  nb::class_<PlaneReads>(m, "PlaneReads", "Planes out of files, by as many threads as come.")
+      .def(
+          "__init__",
+          [](PlaneReads* self, const Places& places, uint64_t hidden, bool stream) {
+            check(hidden >= 1, Fault::kConfig, "hidden=0: there is nothing to read");
+            std::vector<PlaneRead> reads(places.shape(0));
+            for (size_t i = 0; i < reads.size(); ++i) {
+              const uint64_t* p = places.data() + 8 * i;
+              check_words(p[5], p[6], hidden, p[7]);
+              check(p[4] != 0, Fault::kConfig, "the address of the bias is null");
+              check(p[2] < uint64_t{1} << 32 && p[3] < uint64_t{1} << 32, Fault::kConfig,
+                    "frames of ", p[2], " and ", p[3], " bytes: must be less than 2**32");
+              reads[i] = {static_cast<int>(p[0]),
+                          p[1],
+                          p[2],
+                          p[3],
+                          reinterpret_cast<const uint8_t*>(p[4]),
+                          reinterpret_cast<uint8_t*>(p[5]),
+                          p[6],
+                          p[7]};
+            }
+            new (self) PlaneReads(std::move(reads), hidden, stream);
+          },
+          "places"_a.noconvert(), "hidden"_a, "stream"_a)
+      .def("work", &PlaneReads::work, nb::call_guard<nb::gil_scoped_release>())
+      .def("left", &PlaneReads::left);
   m.def(
       "odd_rows",
       [](uintptr_t src_addr, uint64_t rows, uint64_t hidden, uint64_t src_stride_bytes,

@@ -181,6 +181,19 @@ def unpack_plane(
     rows begin at multiples of 32 bytes. False as of :func:`unpack_frame`; ConfigError if a size,
     stride or alignment does not fit. Releases the GIL."""
 
+class PlaneReads:
+    """Planes of chunks out of files, by as many threads as call :meth:`work`."""
+    def __init__(self, places: npt.NDArray[np.uint64], hidden: int, stream: bool) -> None:
+        """``places`` is uint64 ``[n, 8]``: descriptor; offset of the sign+mantissa frame; its
+        bytes; bytes of the exponents' frame behind it; address of the bias, uint8 ``[hidden]``;
+        address, rows and bytes from row to row of where the words go. ConfigError if a size, stride
+        or alignment does not fit."""
+    def work(self) -> None:
+        """Take one plane after another until none is left. Releases the GIL."""
+    def left(self) -> list[int]:
+        """Those that could not be read or unpacked, as of :func:`unpack_frame`; once all threads
+        are back."""
+
 def odd_rows(src_addr: int, rows: int, hidden: int, src_stride_bytes: int, odd: Any) -> None:
     """Add to ``odd``, uint8 ``[rows]``, what is odd about each row of bf16 words: 1 all zeros (of
     either sign), 2 one value only (and not zero; of one word never), 4 Inf or NaN in it."""

@@ -185,7 +185,7 @@ def test_a_layer_is_read_without_touching_the_others(
         script.write(writer, [])
     sample = open_shards(tmp_path)[0]
     calls = []
-    for name in ("decode_frame", "unpack_plane"):  # a frame of a part, both of a whole chunk
+    for name in ("decode_frame", "PlaneRead"):  # a frame of a part, both of a whole chunk
         real = getattr(codec, name)
         monkeypatch.setattr(
             codec, name, lambda *a, n=name, f=real, **k: calls.append(n) or f(*a, **k)
@@ -194,7 +194,7 @@ def test_a_layer_is_read_without_touching_the_others(
     assert calls == ["decode_frame"] * 2
     calls.clear()
     sample.read(layers=["final"])
-    assert calls == ["unpack_plane"] * 3  # three chunks
+    assert calls == ["PlaneRead"] * 3  # three chunks
 
 
 def test_a_better_bias_table_follows_when_more_rows_were_seen(tmp_path: Path) -> None:

@@ -53,6 +53,27 @@ class Packed(NamedTuple):
     """All of them, one behind another, in the memory of a :class:`FrameBuffer`."""
 
 
+class PlanePlace(NamedTuple):
+    """Where in a shard the two frames of a plane are."""
+
+    at: int
+    mantissas: int
+    """Bytes of the first one."""
+    exponents: int
+    """Bytes of the one behind it."""
+
+
+class PlaneRead(NamedTuple):
+    """A plane of a whole chunk to be read."""
+
+    fd: int
+    place: PlanePlace
+    bias: U8
+    """uint8 ``[hidden]``, contiguous."""
+    out: U16
+    """uint16 ``[rows, hidden]``; rows may be strided."""
+
+
 class FrameBuffer:
     """Memory for the frames of one chunk at a time.
 
@@ -174,19 +195,31 @@ def room_for_frames(size: int) -> memoryview:
     return _local.packed.reserve(size).data
 
 
-def unpack_plane(
-    exponents: memoryview, mantissas: memoryview, bias: U8, out: U16, *, stream: bool = False
-) -> None:
+def unpack_plane(exponents: memoryview, mantissas: memoryview, bias: U8, out: U16) -> None:
     """Unpack the two frames of a plane into ``out``, as :func:`join` does with what they hold.
 
-    ``stream``: past the processor's caches, for one who unpacks more than they hold. ValueError as of :func:`decode_frame`; ``out`` holds anything then.
+    ValueError as of :func:`decode_frame`; ``out`` holds anything then.
     """
     _check_words(out)
     rows, hidden = out.shape
     place = bias, out.ctypes.data, rows, hidden, out.strides[0]
-    if not _core.unpack_plane(exponents, mantissas, *place, stream):
+    if not _core.unpack_plane(exponents, mantissas, *place):
         size = rows * hidden
         join(decode_frame(exponents, size), decode_frame(mantissas, size), bias, out)
+
+
+def plane_reads(reads: Sequence[PlaneRead], *, stream: bool) -> _core.PlaneReads:
+    """What does all ``reads``, as :func:`unpack_plane` would, in as many threads as call its
+    ``work``; those whose frames are not as :func:`encode_chunk` packs them are ``left``. Uses the
+    arrays and descriptors until then. ``stream``: writes past the processor's caches, for one who
+    reads more than they hold."""
+    rows = []
+    for fd, place, bias, out in reads:
+        _check_words(out)
+        if bias.shape != (out.shape[1],):
+            raise ValueError(f"bias is {list(bias.shape)} for rows of {out.shape[1]}")
+        rows.append((fd, *place, bias.ctypes.data, out.ctypes.data, len(out), out.strides[0]))
+    return _core.PlaneReads(np.array(rows, np.uint64), reads[0].out.shape[1], stream)
 
 
 def odd_rows(words: U16, odd: U8) -> None:

@@ -27,13 +27,13 @@ from .index import Part
 from .shard import Plane, Shard
 from .tensors import import_torch, to_ml_dtypes, to_torch
 from .walk import end_event, end_refs, start_event
-from .workers import for_each
+from .workers import together
 
 if TYPE_CHECKING:
     from .reader import ShardDataset
 
 
-_SHARED_BYTES = 4 << 20
+_LARGE_BYTES = 4 << 20
 """A read of so much is shared by threads (below, waking them takes as long as the work) and goes
 past the processor's caches."""
 
@@ -46,6 +46,10 @@ class _Piece(NamedTuple):
     row: int
     rows: int
     at: int
+
+
+_Read = tuple[_Piece, int, int, codec.U16]
+"""A plane of a part: number of the plane, file, where its words go."""
 
 
 class Sample:
@@ -187,19 +191,38 @@ class Sample:
         with ExitStack() as stack:
             files = {s: stack.enter_context(s.open()) for s in {p.shard for p in parts}}
 
-            large = out.nbytes >= _SHARED_BYTES
-            if large:
+            if out.nbytes >= _LARGE_BYTES:
                 for p in parts:
                     p.shard.fetch(files[p.shard], p.chunk, planes)
-
-            def unpack(job: tuple[_Piece, int]) -> None:
-                p, i = job
-                target = out[p.at : p.at + p.rows, i]
-                self._words(p, files[p.shard], planes[i], target, stream=large)
-
-            threads = self._dataset.threads if large else 1
-            for_each(unpack, itertools.product(parts, range(len(planes))), threads)
+            reads = [
+                (p, plane, files[p.shard], out[p.at : p.at + p.rows, i])
+                for p in parts
+                for i, plane in enumerate(planes)
+            ]
+            for p, plane, fd, target in self._read_whole(reads, out.nbytes >= _LARGE_BYTES):
+                self._words(p, fd, plane, target)
         return out
+
+    def _read_whole(self, reads: list[_Read], large: bool) -> list[_Read]:
+        """Do those of whole chunks that native code can do alone; returns the others."""
+        whole: list[_Read] = []
+        others: list[_Read] = []
+        for read in reads:
+            p = read[0]
+            (whole if p.rows == p.shard.chunk_rows(p.chunk) else others).append(read)
+        if whole:
+            work = codec.plane_reads(
+                [
+                    codec.PlaneRead(
+                        fd, p.shard.place(p.chunk, plane), p.shard.bias(fd, p.chunk)[plane], out
+                    )
+                    for p, plane, fd, out in whole
+                ],
+                stream=large,
+            )
+            together(work.work, min(self._dataset.threads, len(whole)) if large else 1)
+            others += [whole[i] for i in work.left()]
+        return others
 
     def to(
         self,
@@ -266,12 +289,10 @@ class Sample:
             )
         return _Piece(shard, p.chunk, row, rows, first - start)
 
-    def _words(
-        self, p: _Piece, fd: int, plane: int, out: codec.U16, *, stream: bool = False
-    ) -> None:
+    def _words(self, p: _Piece, fd: int, plane: int, out: codec.U16) -> None:
         """One plane of a part."""
         if p.rows == p.shard.chunk_rows(p.chunk):
-            p.shard.plane_words(fd, p.chunk, plane, out, stream=stream)
+            p.shard.plane_words(fd, p.chunk, plane, out)
         else:
             codec.join(*self._bytes(p, fd, plane), p.shard.bias(fd, p.chunk)[plane], out)
 

@@ -67,42 +67,37 @@ class Shard:
             for frame, target in zip(frames, out, strict=True):
                 codec.decode_frame_into(frame, target)
 
-    def plane_words(
-        self, fd: int, chunk: int, plane: int, out: codec.U16, *, stream: bool = False
-    ) -> None:
-        """Decode and join one plane of a chunk into ``out``, uint16 ``[rows, hidden]``; ``stream``
-        as of :func:`codec.unpack_plane`."""
+    def plane_words(self, fd: int, chunk: int, plane: int, out: codec.U16) -> None:
+        """Decode and join one plane of a chunk into ``out``, uint16 ``[rows, hidden]``."""
         bias = self.bias(fd, chunk)[plane]
         with self._frames(fd, chunk, plane) as frames:
-            codec.unpack_plane(*frames, bias, out, stream=stream)
+            codec.unpack_plane(*frames, bias, out)
 
     def fetch(self, fd: int, chunk: int, planes: Iterable[int]) -> None:
         """Let the disk begin to read these planes of a chunk, unless they are in memory."""
-        places = [self._place(chunk, plane) for plane in planes]
-        for at, first, second in places[-1:]:
-            try:
-                os.preadv(fd, [bytearray(1)], at + first + second - 1, os.RWF_NOWAIT)
-                return
-            except OSError:  # it would have waited, or the file system cannot tell
-                pass
-        for at, first, second in places:
-            os.posix_fadvise(fd, at, first + second, os.POSIX_FADV_WILLNEED)
+        places = [self.place(chunk, plane) for plane in planes]
+        try:
+            os.preadv(fd, [bytearray(1)], places[-1].at, os.RWF_NOWAIT)
+        except OSError:  # it would have waited, or the file system cannot tell
+            for at, first, second in places:
+                os.posix_fadvise(fd, at, first + second, os.POSIX_FADV_WILLNEED)
 
-    def _place(self, chunk: int, plane: int) -> tuple[int, int, int]:
-        """Where a plane's frames are, and how long each of them is."""
-        sizes = self.tables.sizes(self.header.meta.planes)[chunk]
+    def place(self, chunk: int, plane: int) -> codec.PlanePlace:
+        """Where a plane's frames are; CorruptShardError if they are too long for its rows."""
+        meta = self.header.meta
+        sizes = self.tables.sizes(meta.planes)[chunk]
         at = int(self.tables.c["chunk.offset"][chunk]) + int(sizes[:plane].sum())
         first, second = sizes[plane].tolist()
-        return at, first, second
+        size = self.chunk_rows(chunk) * meta.hidden
+        if max(first, second) > codec.max_frame_bytes(size):
+            raise corrupt(self.path, at, f"frames of {first} and {second} bytes for {size}")
+        return codec.PlanePlace(at, first, second)
 
     @contextmanager
     def _frames(self, fd: int, chunk: int, plane: int) -> Iterator[tuple[memoryview, memoryview]]:
         """The frames of a plane's exponents and sign+mantissa, in memory of this thread's;
         CorruptShardError if they are not what the block expects."""
-        at, first, second = self._place(chunk, plane)
-        size = self.chunk_rows(chunk) * self.header.meta.hidden
-        if max(first, second) > codec.max_frame_bytes(size):
-            raise corrupt(self.path, at, f"frames of {first} and {second} bytes for {size}")
+        at, first, second = self.place(chunk, plane)
         data = codec.room_for_frames(first + second)
         pread_into(fd, data, at, self.path)
         try:

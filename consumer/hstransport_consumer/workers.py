@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
-
-T = TypeVar("T")
 
 _pools: dict[int, ThreadPoolExecutor] = {}
 os.register_at_fork(after_in_child=_pools.clear)  # threads do not come along
@@ -22,21 +19,12 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def for_each(function: Callable[[T], None], items: Iterable[T], threads: int) -> None:
-    """Call ``function`` for each item, in any order; the first error is raised once all ended.
-
-    The caller's thread is one of the ``threads``.
-    """
-    items = list(items)
-    threads = min(threads, len(items))
-    left = iter(items)  # shared: a step of a list's iterator is whole under the GIL
-
-    def work() -> None:
-        for item in left:
-            function(item)
-
+def together(work: Callable[[], None], threads: int) -> None:
+    """Call ``work``, which takes its share of what there is to do until nothing is left, in so many
+    threads; the caller's is one of them."""
     if threads < 2:
-        return work()
+        work()
+        return
     pool = _pools.get(threads)
     if pool is None:
         pool = _pools.setdefault(threads, ThreadPoolExecutor(threads - 1, "hstransport-unpack"))
@@ -44,6 +32,8 @@ def for_each(function: Callable[[T], None], items: Iterable[T], threads: int) ->
     try:
         work()
     finally:
+        # What has not begun has nothing left to do: threads are at work for another reader.
+        others = [other for other in others if not other.cancel()]
         wait(others)
     for other in others:
         other.result()
