@@ -1,4 +1,5 @@
-"""Ring to file: how fast hidden states are packed, per core and on several threads.
+"""Ring to file and back: how fast hidden states are packed, per core and on several threads, and
+how fast samples are read (reading.py says how that is measured).
 
 A ring in shared memory is filled with samples of real states, and emptied, twice. Timed is the
 second time, from a full ring to the finished shard, fsync included: as beside a server that has
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import reading
 import zstandard
 from common import DATA, SHM, card, finish, median_ratio, parser, rounds
 from hstransport_consumer import DatasetWriter, open_shards
@@ -293,11 +295,14 @@ def main() -> int:
     p.add_argument("--ring", default="1GiB", help="bytes of a ring (default: 1GiB)")
     p.add_argument("--place", type=Path, default=DATA, help="of the files (default: data/)")
     p.add_argument("--synthetic", type=int, metavar="HIDDEN", help="made-up states of this width")
+    p.add_argument("--samples", type=int, default=40, help="to be read (default: 40)")
+    p.add_argument("--many", type=int, default=1_000_000, help="samples to open (default: 10^6)")
+    p.add_argument("--no-read", action="store_true", help="leave out reading")
     p.add_argument("--no-others", action="store_true", help="leave out zstd 3 and ZipNN")
     a = p.parse_args()
     count = 2 if a.smoke else a.rounds
     if a.smoke:
-        a.ring, a.tokens = "32MiB", 512
+        a.ring, a.tokens, a.samples, a.many = "32MiB", 512, 8, 20_000
         sources = [synthetic()]
     elif a.synthetic:
         sources = [synthetic(tokens=2 * a.tokens, hidden=a.synthetic)]
@@ -317,7 +322,14 @@ def main() -> int:
                 for i in range(a.consumers)
             ]
             found = figures(bench, several, count, sorted({1, *a.threads}), not a.no_others)
+        if not a.no_read:
+            with tempfile.TemporaryDirectory(prefix="read-", dir=a.place) as place:
+                times = 3 if a.smoke else 30
+                found |= reading.figures(states, a.tokens, a.samples, times, count, Path(place))
         result |= {f"{states.name}_{name}": value for name, value in found.items()}
+    if not a.no_read:
+        with tempfile.TemporaryDirectory(prefix="open-", dir=a.place) as place:
+            result |= reading.many(Path(place), a.many)
     finish(a, {**result, "tokens": a.tokens, "rounds": count})
     return 0
 

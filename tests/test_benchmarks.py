@@ -127,8 +127,15 @@ def test_pack_smoke_stores_every_bit_out_of_the_ring(tmp_path):
         "pack_scaling_threads2",
         "pack_gbs_consumers",
         "zstd3_gbs_per_core",
+        "read_gbs_per_core",
+        "read_ckpt_gz_gbs_per_core",
+        "read_sample_ms_p50_warm",
+        "read_sample_ms_p50_cold",
+        "read_sample_cold_of_torch_mmap",
     )
     check_positive(written, [f"synthetic_{name}" for name in names])
+    check_positive(written, ["open_ms", "open_resident_mb"])
+    assert written["open_samples"] == 20_000
     assert 1.4 < written["synthetic_ratio"] < 1.6
     assert not list((tmp_path / "place").iterdir())
 

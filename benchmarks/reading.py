@@ -1,4 +1,4 @@
-"""Shards back into memory: how fast samples are read, beside the files that trainers read today.
+"""Shards back into memory, for pack.py: beside the files that trainers read today.
 
 The same samples of real states lie on the disk as shards, as .pt files, one a sample, read whole
 and mapped, as .safetensors and as gzipped .pt. "sequential" reads all of them in order, from a warm
@@ -15,11 +15,9 @@ import io
 import json
 import os
 import random
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,11 +26,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import DATA, card, finish, median_ratio, parser, rounds
+from common import median_ratio, rounds
 from hstransport_consumer import DatasetWriter, open_shards
 from safetensors.torch import load_file, save_file
 from shard_kit import make_info
-from states import MODELS, States, real, synthetic
+from states import States
 
 from hstransport.protocol import End, Event, Rows, Segment, Start
 
@@ -156,7 +154,11 @@ def sample_ms(store: Store, name: str, load: Load, cold: bool, times: int, seed:
     return statistics.median(taken) * 1e3
 
 
-def figures(store: Store, count: int, times: int) -> dict[str, Any]:
+def figures(
+    states: States, tokens: int, samples: int, times: int, count: int, folder: Path
+) -> dict[str, Any]:
+    """``samples`` of so many ``tokens``, ``times`` of them at random a round, ``count`` rounds."""
+    store = Store(states, tokens, samples, folder)
     store.check()
     ways = store.ways(1)
     few = {name: 2 if name == "ckpt_gz" else store.count for name in ways}
@@ -211,36 +213,3 @@ def many(folder: Path, samples: int) -> dict[str, Any]:
         "open_samples": samples,
         "open_shards": len(list(folder.glob("*.zst"))),
     }
-
-
-def main() -> int:
-    p = parser(__doc__, f"read_{card()}.json".replace("read_h200", "read_shards_h200"))
-    p.add_argument("--rounds", type=int, default=7, help="(default: 7)")
-    p.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="(default: both)")
-    p.add_argument("--tokens", type=int, default=2048, help="of a sample (default: 2048)")
-    p.add_argument("--count", type=int, default=40, help="samples (default: 40)")
-    p.add_argument("--times", type=int, default=30, help="random samples a round (default: 30)")
-    p.add_argument("--many", type=int, default=1_000_000, help="samples to open (default: 10^6)")
-    p.add_argument("--place", type=Path, default=DATA, help="of the files (default: data/)")
-    a = p.parse_args()
-    count = 2 if a.smoke else a.rounds
-    if a.smoke:
-        a.tokens, a.count, a.times, a.many = 512, 8, 3, 20_000
-    sources = [synthetic()] if a.smoke else [real(name) for name in a.models]
-    a.place.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {}
-    for states in sources:
-        with tempfile.TemporaryDirectory(prefix="read-", dir=a.place) as folder:
-            store = Store(states, a.tokens, a.count, Path(folder))
-            found = figures(store, count, a.times)
-        result |= {f"{states.name}_{name}": value for name, value in found.items()}
-    with tempfile.TemporaryDirectory(prefix="read-", dir=a.place) as folder:
-        result |= many(Path(folder, "many"), a.many)
-        shutil.rmtree(folder, ignore_errors=True)
-        Path(folder).mkdir()
-    finish(a, {**result, "tokens": a.tokens, "samples": a.count, "rounds": count})
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
