@@ -22,7 +22,7 @@ from hstransport.recorder import OpenSample, RowSpan
 # docs/operations.md, "How much memory", in MiB, for one ring. All prompts are alike here: they take
 # no room in the prefix tree.
 WINDOWS, PROMPTS, INDEX = 4 * 8, 64, 2 * 32
-OPEN, PART, ENDED = 1.5 / 1024, 100 / MIB, 2 * 75 / MIB
+OPEN, PART, ENDED = 1 / 1024, 100 / MIB, 2 * 75 / MIB
 
 
 def most(small: int, large: int) -> pytest.MarkDecorator:
@@ -35,13 +35,13 @@ def most(small: int, large: int) -> pytest.MarkDecorator:
 class Load:
     """A consumer, and the server's side of its ring: samples of one plane of 64 words a token."""
 
-    def __init__(self, ring_dir: Path, out: Path, ring_mib: int) -> None:
+    def __init__(self, ring_dir: Path, out: Path, *options: str) -> None:
         self.out = out
         self._producer = Producer(
-            *(ring_dir,), ring_bytes=ring_mib * MIB, policy="block", block_s=60, layers=()
+            *(ring_dir,), ring_bytes=32 * MIB, policy="block", block_s=60, layers=()
         )
         self._states = self._producer.states(256)
-        self._consumer = ConsumerProcess(out, ring_dir, "--exit-when-done")
+        self._consumer = ConsumerProcess(out, ring_dir, "--exit-when-done", *options)
         self._started = self._put = 0
         self._behind = False
 
@@ -81,14 +81,14 @@ class Load:
         spans = [RowSpan(sample, position, row, 1) for row, sample in enumerate(samples)]
         source = planes(self._states[:, : len(samples)], self._producer.info.hidden)
         self._producer.exporter.rows(spans, source)
-        self._producer.exporter.flush()
+        self._producer.exporter.flush(60)
 
     def end(self, sample: OpenSample, rows: int) -> None:
         self._wait_for_room()
         self._producer.exporter.end(sample, FINISHED, rows, tokens(1))
 
     def drain(self) -> None:
-        self._producer.exporter.flush()
+        self._producer.exporter.flush(60)
         wait_until(lambda: self._producer.ring.used_bytes == 0, 600)
 
     def _wait_for_room(self) -> None:
@@ -96,7 +96,7 @@ class Load:
         self._put += 1
         if self._put % 100 == 0 and not self._behind:
             ring = self._producer.ring
-            self._producer.exporter.flush()
+            self._producer.exporter.flush(60)
             wait_until(lambda: ring.used_bytes < ring.capacity_bytes // 2, 600)
 
 
@@ -105,7 +105,7 @@ def test_tiny_samples_that_wait_for_the_consumer(
     ring_dir: Path, tmp_path: Path, count: int
 ) -> None:
     """A beginning, a row, an end: their events are larger in memory than they are in the ring."""
-    load = Load(ring_dir, tmp_path / "out", 32)
+    load = Load(ring_dir, tmp_path / "out")
 
     def samples(some: int) -> None:
         for _ in range(some // 100):
@@ -125,10 +125,10 @@ def test_tiny_samples_that_wait_for_the_consumer(
     assert len(open_shards(load.out)) == count
 
 
-@most(30_000, 300_000)
+@most(30_000, 200_000)
 def test_requests_that_all_run_at_once(ring_dir: Path, tmp_path: Path, count: int) -> None:
-    """Each with a prompt of 2000 tokens, all of them in other windows each time."""
-    load, prompt, passes = Load(ring_dir, tmp_path / "out", 32), 2000, 4
+    """Each with a prompt of 2000 tokens and rows in four windows; shards end meanwhile."""
+    load, prompt, passes = Load(ring_dir, tmp_path / "out", "--shard-size", "64MiB"), 2000, 4
     with load.watched() as memory:
         opened = [load.start(prompt) for _ in range(count)]
         for position in range(passes):

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 WINDOW_BYTES = 64 << 20
 """A window is packed when it holds this much, or a quarter of its ring."""
 HELD_BYTES = 8 << 20
-"""And when its events take this much of our own memory: those of tiny samples take more than the ring
-has of them. Once all that are begun behind the oldest take as much, it is written first."""
+"""And when its events take this much of our own memory, as those of tiny samples do long before.
+Once all windows that are begun behind the oldest take as much, that one is written first."""
 _DISCOVER_EVERY_S = 0.5
 _IDLE_WAIT_S = 0.05
 _PENDING_WAIT_S = 0.001

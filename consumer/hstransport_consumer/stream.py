@@ -38,8 +38,8 @@ class Received:
 
     @property
     def held_bytes(self) -> int:
-        """About what its event takes of our own memory until it is stored: Python's objects for each
-        sample that it tells of, its metadata twice, and the token ids of a sample that ends."""
+        """About what its event takes of our own memory until it is stored: objects for each sample
+        that it tells of, its metadata twice, and the token ids of a sample that ends."""
         event = self.event
         samples = len(event.segments) if isinstance(event, Rows) else 1
         states = 0 if self.states is None else self.states.nbytes
