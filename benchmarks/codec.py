@@ -234,7 +234,7 @@ def entries_of(states: States) -> list[Entry]:
 
 def plan_of(states: States) -> WindowPlan:
     planes, _, hidden = states.bits.shape
-    return plan_window({}, entries_of(states), planes, hidden)
+    return plan_window(lambda sid: None, entries_of(states), planes, hidden)
 
 
 def rows_of(piece: codec.Piece) -> Bits:

@@ -29,7 +29,8 @@ import numpy.typing as npt
 import reading
 import zstandard
 from common import DATA, SHM, card, finish, median_ratio, parser, rounds
-from hstransport_consumer import DatasetWriter, open_shards
+from hstransport_consumer import DatasetWriter, codec, open_shards
+from hstransport_consumer.direct import DirectFile
 from hstransport_consumer.packer import Packer
 from hstransport_consumer.stream import RingStream, Streams
 from rig.producer import Producer
@@ -40,6 +41,8 @@ from hstransport.settings import parse_size
 
 PIECE_BYTES = 2 << 20
 """What zstd3 and ZipNN get at a time: one plane of one of our chunks."""
+DISK_PIECE_BYTES, USUAL_RATIO = 3 << 20, 1.49
+"""A chunk of four planes, and what makes it so small."""
 SESSION, RUN = "s", "ab" * 6
 Bits = npt.NDArray[np.uint16]
 
@@ -185,6 +188,50 @@ class Through:
         self._stream.close()
 
 
+class InMemory(Consume):
+    """As :class:`Consume`, and what is packed is written nowhere: what the cores alone allow."""
+
+    def __init__(self, rings: Path, out: Path, threads: int) -> None:
+        super().__init__(rings, out, threads)
+        self._real = DirectFile.write
+        DirectFile.write = lambda _, head, data, at: at + len(head) + len(data)  # type: ignore[method-assign,misc]
+
+    def close(self) -> None:
+        super().close()
+        DirectFile.write = self._real  # type: ignore[method-assign]
+
+
+class Disk:
+    """As many bytes as the shards have, in pieces as large as theirs, out of memory that is ready:
+    what the disk allows."""
+
+    def __init__(self, rings: Path, out: Path) -> None:
+        self._stream = RingStream(ring_path(rings, SESSION, RUN, 0))
+        path = out / "all.zst"
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        self._file = DirectFile(path, self._fd)
+        self._piece = codec.FrameBuffer().reserve(DISK_PIECE_BYTES).data
+        self._at = 0
+
+    def empty(self) -> None:
+        due = 0.0
+        while (received := self._stream.read()) is not None:
+            if received.states is not None:
+                due += received.states.nbytes / USUAL_RATIO
+            received.record.release()
+            while due >= len(self._piece):
+                self._at = self._file.write(b"", self._piece, self._at)
+                due -= len(self._piece)
+
+    def finish(self) -> None:
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        self._file.close()
+        os.close(self._fd)
+        self._stream.close()
+
+
 def zipnn() -> Callable[[Any], Any] | None:
     try:
         from zipnn import ZipNN
@@ -228,12 +275,18 @@ class Together:
         )
 
 
+def faster(timings: list[Timing], base: list[Timing]) -> float:
+    return median_ratio([1 / t.wall_s for t in timings], [1 / t.wall_s for t in base])
+
+
 def figures(
     bench: Bench, several: list[Bench], count: int, threads: list[int], others: bool
 ) -> dict[str, Any]:
     single: dict[str, Callable[[Path, Path], Way]] = {
         f"threads{n}": partial(Consume, threads=n) for n in threads
     }
+    single |= {f"memory{n}": partial(InMemory, threads=n) for n in threads}
+    single["disk"] = Disk
     if others:
         packs = {"zstd3": zstandard.ZstdCompressor(level=3).compress, "zipnn": zipnn()}
         single |= {n: partial(Through, pack=pack) for n, pack in packs.items() if pack}
@@ -257,8 +310,14 @@ def figures(
         result[f"pack_gbs_threads{n}"] = statistics.median(t.raw_bytes / t.wall_s for t in ts) / 1e9
         result[f"pack_cores_threads{n}"] = statistics.median(t.cpu_s / t.wall_s for t in ts)
         if n > 1:
-            rates = [1 / t.wall_s for t in ts], [1 / t.wall_s for t in one]
-            result[f"pack_scaling_threads{n}"] = median_ratio(*rates)
+            result[f"pack_scaling_threads{n}"] = faster(ts, one)
+            result[f"pack_scaling_threads{n}_without_disk"] = faster(
+                timings[f"memory{n}"], timings["memory1"]
+            )
+        result[f"pack_threads{n}_of_disk"] = faster(ts, timings["disk"])
+    result["disk_file_gbs"] = (
+        statistics.median(t.raw_bytes / USUAL_RATIO / t.wall_s for t in timings["disk"]) / 1e9
+    )
     if several:
         ts = timings["together"]
         rates = [t.raw_bytes / t.wall_s for t in ts]

@@ -172,6 +172,22 @@ def test_the_prompt_of_a_request_that_still_runs_is_found(tmp_path: Path) -> Non
         check(out, server)
 
 
+def test_prompts_that_are_not_kept_in_memory_are_read_when_their_samples_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefixes, "PROMPT_BYTES", 0)
+    server = CachingServer()
+    for i in range(3):
+        request = server.begin([*SYSTEM, i], [9, 9])
+        if not i:
+            server.compute((request, 12))  # a window of its own, neither with START nor with END
+        server.compute((request, len(request.prompt) - request.done))
+        server.finish(request)
+    out = tmp_path / "out"
+    assert write(server, out, [1] * len(server.records), shard_bytes=1) == 2 * len(SYSTEM)
+    check(out, server)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_branches_chunks_windows_shards_and_restarts(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)

@@ -31,7 +31,7 @@ class Appender:
         self._synced = size
 
     @staticmethod
-    def create(path: Path, head: Sequence[bytes], *, durable: bool) -> Appender:
+    def create(path: Path, head: Sequence[Buffer], *, durable: bool) -> Appender:
         """A new file that begins with ``head``; no file remains if that cannot be written."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         file = Appender(path, fd, 0, durable=durable)
@@ -127,7 +127,7 @@ class Appender:
         os.ftruncate(self._fd, size)
         self.size = size
 
-    def finish(self, tail: Sequence[bytes], path: Path, ready: Callable[[], None]) -> None:
+    def finish(self, tail: Sequence[Buffer], path: Path, ready: Callable[[], None]) -> None:
         """Append the footer, make the file last, and only then give it its name.
 
         ``ready`` is called between: when all is on the disk.

@@ -88,7 +88,10 @@ def _parser() -> argparse.ArgumentParser:
         help="the server's HSTRANSPORT_DIR (default: %(default)s)",
     )
     parser.add_argument(
-        "--shard-size", default="4GiB", help="begin a new shard beyond this (default: %(default)s)"
+        "--shard-size",
+        default="4GiB",
+        help="begin a new shard beyond this, or beyond an index of 32 MiB, which is some 450,000 "
+        "tiny samples (default: %(default)s)",
     )
     parser.add_argument("--threads", type=_positive, default=1, help="packing threads (default: 1)")
     parser.add_argument(

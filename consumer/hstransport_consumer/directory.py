@@ -12,7 +12,7 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -128,13 +128,13 @@ def sync(directory: Path) -> None:
         os.close(fd)
 
 
-def keep_next(directory: Path, head: bytes) -> None:
+def keep_next(directory: Path, head: Iterable[bytes | memoryview]) -> None:
     """Write ``.next`` anew, whole or not at all."""
     path = directory / NEXT
     fresh = path.with_name(f"{NEXT}.new")
     fresh.unlink(missing_ok=True)  # another's link would have something else overwritten
     with fresh.open("xb") as file:
-        file.write(head)
+        file.writelines(head)
         file.flush()
         os.fsync(file.fileno())
     fresh.replace(path)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,15 @@ def torn(path: Path, offset: int, what: str) -> TornShardError:
 
 
 def pack_frame(kind: bytes, body: bytes) -> bytes:
-    crc = zlib.crc32(body, zlib.crc32(kind))
-    return _HEAD.pack(_MAGIC, 8 + len(body), kind, crc) + body
+    return b"".join(frame_of(kind, [body]))
+
+
+def frame_of(kind: bytes, parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    """A frame whose body is ``parts`` of bytes, which are not copied."""
+    crc = zlib.crc32(kind)
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return [_HEAD.pack(_MAGIC, 8 + sum(map(len, parts)), kind, crc), *parts]
 
 
 def pack_map(kind: bytes, body: dict[str, Any]) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,7 +31,28 @@ class Part(NamedTuple):
     row: int
 
 
-@dataclass
+class Parts:
+    """Parts of one sample, in 20 bytes each: a long decode has one in every window."""
+
+    __slots__ = ("_numbers", "_shards")
+
+    def __init__(self) -> None:
+        self._numbers = array("I")
+        self._shards: list[bytes] = []
+
+    def append(self, p: Part) -> None:
+        if not self._shards or self._shards[-1] != p.shard:
+            self._shards.append(p.shard)
+        shard = len(self._shards) - 1
+        self._numbers.extend((p.position, p.rows, shard, p.chunk, p.row))
+
+    def __iter__(self) -> Iterator[Part]:
+        numbers = iter(self._numbers)
+        for position, rows, shard, chunk, row in zip(*[numbers] * 5, strict=True):
+            yield Part(position, rows, self._shards[shard], chunk, row)
+
+
+@dataclass(slots=True)
 class OpenSample:
     """A sample whose END has not come."""
 
@@ -40,7 +61,7 @@ class OpenSample:
     shard: bytes
     """uid of the shard that has its START frame."""
     start_offset: int
-    parts: list[Part] = field(default_factory=list)
+    parts: Parts = field(default_factory=Parts)
     coverage: Coverage = field(default_factory=Coverage)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter, deque
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 WINDOW_BYTES = 64 << 20
 """A window is packed when it holds this much, or a quarter of its ring."""
+HELD_BYTES = 8 << 20
+"""And when its events take this much of our own memory, as those of tiny samples do long before.
+Once all windows that are begun behind the oldest take as much, that one is written first."""
 _DISCOVER_EVERY_S = 0.5
 _IDLE_WAIT_S = 0.05
 _PENDING_WAIT_S = 0.001
@@ -80,7 +84,7 @@ class _Window:
     def __init__(self, stream: RingStream) -> None:
         self.stream = stream
         self.received: list[Received] = []
-        self.bytes = 0
+        self.bytes = self.held_bytes = 0
         self.opened = 0.0
         self.limit = min(WINDOW_BYTES, stream.reader.capacity_bytes // 4)
 
@@ -89,11 +93,16 @@ class _Window:
             self.opened = time.monotonic()
         self.received.append(received)
         self.bytes += received.record.record_bytes
+        self.held_bytes += received.held_bytes
+
+    @property
+    def full(self) -> bool:
+        return self.bytes >= self.limit or self.held_bytes >= HELD_BYTES
 
     def due(self, flush_s: float) -> bool:
         if not self.received:
             return False
-        return self.bytes >= self.limit or time.monotonic() - self.opened >= flush_s
+        return self.full or time.monotonic() - self.opened >= flush_s
 
     def release(self) -> None:
         for received in self.received:
@@ -141,12 +150,12 @@ class Packer:
                 self._give_up(window, e)
                 continue
             if window.due(self._flush_s):
-                if self._writer.hungry:
+                if self._hungry:
                     self._queue(window)
                     busy = True
             elif not window.received and not self._under_way(window) and window.stream.ended():
                 self._end(window)
-        if self._due and not (busy and self._writer.hungry):
+        if self._due and not (busy and self._hungry):
             self._finish()
             busy = True
         if not busy:
@@ -167,7 +176,7 @@ class Packer:
                 if not self._fill(window) and not window.received:
                     break  # what is left is reserved and not committed
                 self._queue(self._windows[stream])
-                while not self._writer.hungry:
+                while not self._hungry:
                     self._finish()
             self._queue(self._windows[stream])
         self._finish_all()
@@ -223,7 +232,7 @@ class Packer:
         stored = self._writer.next_seq(stream.info.run, stream.info.rank)
         malformed, torn = stream.counters.malformed, stream.counters.torn
         read = False
-        while window.bytes < window.limit:
+        while not window.full:
             received = stream.read()
             if received is None:
                 break
@@ -246,13 +255,19 @@ class Packer:
             self._due.append(window)
             self._begin()
 
+    @property
+    def _hungry(self) -> bool:
+        """Whether another window should be begun before the oldest is written."""
+        later = itertools.islice(self._due, 1, self._writer.begun)
+        return self._writer.hungry and sum(w.held_bytes for w in later) < HELD_BYTES
+
     def _under_way(self, window: _Window) -> bool:
         """Whether earlier windows of its ring are not written yet."""
         return any(due.stream is window.stream for due in self._due)
 
     def _begin(self) -> None:
         """Let the writer begin with as many windows as it wants; after an error it has none."""
-        while self._writer.begun < len(self._due) and self._writer.hungry:
+        while self._writer.begun < len(self._due) and self._hungry:
             window = self._due[self._writer.begun]
             info, records = window.stream.info, window.received
             events = [(r.event, r.states) for r in records if r.event is not None]

@@ -7,7 +7,7 @@ rows are as right as the later ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,11 @@ Entry = tuple[Event | None, npt.NDArray[Any] | None]
 """A record: its event (None if it could not be read) and, of Rows, the states (None if lost)."""
 
 
-@dataclass
+Known = Callable[[int], Coverage | None]
+"""What a sample that is open before a window covers, by its sid; None if there is none."""
+
+
+@dataclass(slots=True)
 class Touched:
     """What a window does to one sample."""
 
@@ -77,10 +81,8 @@ class WindowPlan:
     """STARTs of known samples, ENDs of unknown ones, records that could not be read."""
 
 
-def plan_window(
-    known: Mapping[int, Coverage], entries: Sequence[Entry], planes: int, hidden: int
-) -> WindowPlan:
-    """Plan a window; ``known`` maps the samples open before it to what they cover."""
+def plan_window(known: Known, entries: Sequence[Entry], planes: int, hidden: int) -> WindowPlan:
+    """Plan a window; ``known``: the samples open before it."""
     plan = WindowPlan()
     for event, array in entries:
         if isinstance(event, Rows):
@@ -88,7 +90,7 @@ def plan_window(
                 states = source(array, planes, hidden)
                 _take_rows(plan, known, event, states)
         elif isinstance(event, Start):
-            if event.sid in known or event.sid in plan.touched:
+            if event.sid in plan.touched or known(event.sid) is not None:
                 plan.anomalies += 1
             else:
                 plan.touched[event.sid] = Touched(event.sid, Coverage(), start=event)
@@ -100,17 +102,17 @@ def plan_window(
     return plan
 
 
-def _touch(plan: WindowPlan, known: Mapping[int, Coverage], sid: int) -> Touched | None:
+def _touch(plan: WindowPlan, known: Known, sid: int) -> Touched | None:
     """The sample, if it is open at this point of the window."""
     touched = plan.touched.get(sid)
-    if touched is None and sid in known:
-        touched = plan.touched[sid] = Touched(sid, Coverage(known[sid].ranges))
+    if touched is None:
+        before = known(sid)
+        if before is not None:
+            touched = plan.touched[sid] = Touched(sid, Coverage(before.ranges))
     return touched if touched and touched.end is None else None
 
 
-def _take_rows(
-    plan: WindowPlan, known: Mapping[int, Coverage], event: Rows, states: Source
-) -> None:
+def _take_rows(plan: WindowPlan, known: Known, event: Rows, states: Source) -> None:
     if event.rows != states.rows:
         raise ValueError(f"record of {states.rows} rows whose segments have {event.rows}")
     row = 0
@@ -129,7 +131,7 @@ def _take_rows(
         row += rows
 
 
-def _take_end(plan: WindowPlan, known: Mapping[int, Coverage], event: End) -> None:
+def _take_end(plan: WindowPlan, known: Known, event: End) -> None:
     touched = _touch(plan, known, event.sid)
     if touched is None or event.tokens > MAX_TOKENS:
         plan.anomalies += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from .states import Coverage
 
 TREE_BYTES = 256 << 20
 """Memory for the tokens of one run: about 50 million of them, more than a server's cache holds."""
-NODE_BYTES, PART_BYTES = 750, 150
+NODE_BYTES, PART_BYTES = 750, 200
 """What Python takes for one."""
 
 
@@ -69,7 +69,7 @@ class PrefixTree:
         self._clock = itertools.count(1)
         self.bytes = 0
 
-    def add(self, tokens: TokenIds, parts: Sequence[Part]) -> None:
+    def add(self, tokens: TokenIds, parts: Iterable[Part]) -> None:
         """Note where rows are of a sequence that begins with ``tokens``; those known stay."""
         parts = list(_within(parts, 0, len(tokens)))
         if not parts:

@@ -32,6 +32,10 @@ from .walk import start_event
 
 logger = logging.getLogger(__name__)
 
+PROMPT_BYTES = 64 << 20
+"""Memory for the prompts of open samples."""
+KEPT_BYTES = 300
+"""What Python takes for one, besides its tokens."""
 _LEARN_S = 5.0
 """How long shards are looked into after a restart; the ring takes what comes meanwhile."""
 _MOST_SHARDS = 4096
@@ -49,7 +53,9 @@ class Prefixes:
         self._older = set(older)
         """Runs of which shards may say more than the trees."""
         self._trees: dict[Key, PrefixTree] = {}
-        self._prompts: dict[tuple[Key, int], TokenIds] = {}
+        self._prompts: dict[Key, dict[int, TokenIds]] = {}
+        """Of open samples, as many as PROMPT_BYTES allow."""
+        self._prompt_bytes = 0
         self._numbers: dict[bytes, int] = {}
         self._unknown: set[bytes] = set()  # uids of shards that are not here
         self._current = b""
@@ -70,20 +76,23 @@ class Prefixes:
         self._unwritten = first_chunk
         tree = self._trees.setdefault(key, PrefixTree())
         places = _places(plan, self._current, first_chunk)
-        ended: list[tuple[Touched, TokenIds]] = []
+        lacking: list[tuple[Touched, TokenIds]] = []
         for t in plan.touched.values():
+            if t.state is State.UNFINISHED:
+                continue  # the run is over
             opened = run.open.get(t.sid)
             prompt = self._prompt(key, t, opened)
             if prompt is None:
                 continue
             parts, tokens = places.get(t.sid, []), prompt
             if t.end is not None:
-                if len(t.end.output):  # until now nobody knew which tokens its last rows are of
-                    parts = [*(opened.parts if opened else ()), *parts]
-                    # The overlap scheduler computes the last token too, and caches it: that row is
-                    # surplus in this sample and may be the next one's.
-                    tokens = np.concatenate([prompt, t.end.output])
-                ended.append((t, tokens))
+                # Until now nobody knew what tokens its last rows are of, or perhaps its prompt.
+                parts = [*(opened.parts if opened else ()), *parts]
+                # The overlap scheduler computes the last token too, and caches it: that row is
+                # surplus in this sample and may be the next one's.
+                tokens = np.concatenate([prompt, t.end.output])
+                if t.state is State.PREFIX_MISSING:
+                    lacking.append((t, tokens))
             tree.add(tokens, parts)
         present: dict[bytes, bool] = {}
 
@@ -93,15 +102,15 @@ class Prefixes:
             return present[uid]
 
         shards: set[bytes] = set()
-        for t, tokens in ended:
+        for t, tokens in lacking:
             self._complete(run, t, tokens, here, shards)
 
     def end_run(self, key: Key) -> None:
         """The run computes no more."""
         self._trees.pop(key, None)
         self._older.discard(key)
-        for prompt in [p for p in self._prompts if p[0] == key]:
-            del self._prompts[prompt]
+        for prompt in self._prompts.pop(key, {}).values():
+            self._prompt_bytes -= _size(prompt)
 
     def written(self) -> None:
         """The window that was resolved last is in the shard."""
@@ -122,7 +131,7 @@ class Prefixes:
         shards: set[bytes],
     ) -> None:
         key = run.info.run, run.info.rank
-        if t.end is None or t.state is not State.PREFIX_MISSING or len(tokens) < t.end.tokens:
+        if t.end is None or len(tokens) < t.end.tokens:
             return
         holes = t.coverage.missing(0, t.end.tokens)
         refs = self._find(key, tokens, holes, here)
@@ -152,14 +161,25 @@ class Prefixes:
         return parts
 
     def _prompt(self, key: Key, t: Touched, opened: OpenSample | None) -> TokenIds | None:
-        """The prompt of a sample that a window touches, kept until it ends."""
-        prompt = t.start.prompt if t.start else self._prompts.get((key, t.sid))
-        if prompt is None and opened is not None:
+        """The prompt of a sample that a window touches, kept until it ends.
+
+        None while there is no memory to keep it in: when the sample ends, its START is read.
+        """
+        kept = self._prompts.setdefault(key, {})
+        prompt = kept.get(t.sid)
+        if prompt is not None:
+            if t.end is not None:
+                del kept[t.sid]
+                self._prompt_bytes -= _size(prompt)
+            return prompt
+        room = self._prompt_bytes < PROMPT_BYTES
+        if t.start is not None:
+            prompt = t.start.prompt
+        elif opened is not None and (room or t.end is not None):
             prompt = self._read_prompt(opened)
-        if t.end is not None:
-            self._prompts.pop((key, t.sid), None)
-        elif prompt is not None:
-            self._prompts[key, t.sid] = prompt
+        if prompt is not None and room and t.end is None:
+            kept[t.sid] = prompt
+            self._prompt_bytes += _size(prompt)
         return prompt
 
     def _read_prompt(self, opened: OpenSample) -> TokenIds | None:
@@ -183,7 +203,7 @@ class Prefixes:
         """
         tree = self._trees[key]
         for o in opened:
-            prompt = self._prompts.get((key, o.sid))
+            prompt = self._prompts[key].get(o.sid)
             prompt = self._read_prompt(o) if prompt is None else prompt
             if prompt is not None:
                 tree.add(prompt, o.parts)
@@ -242,6 +262,11 @@ def _samples_of(entry: Entry, key: Key) -> Iterator[tuple[TokenIds, list[Part]]]
         sample = Sample(dataset, shard, row)
         if not any(uid != shard.header.uid for uid in sample.absent):
             yield sample.token_ids, sample.stored
+
+
+def _size(prompt: TokenIds) -> int:
+    """Memory that a kept prompt takes."""
+    return prompt.nbytes + KEPT_BYTES
 
 
 def _places(plan: WindowPlan, uid: bytes, first_chunk: int) -> dict[int, list[Part]]:

@@ -3,6 +3,7 @@ footers, and a writer that comes back knows what it has."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,20 +26,28 @@ def pack_progress(progress: Progress) -> bytes:
     def ref(uid: bytes) -> int:
         return refs.setdefault(uid, len(refs))
 
-    runs = []
+    out = msgpack.Packer(autoreset=False)  # bytes at once: there may be very many samples
+    out.pack_map_header(2)
+    out.pack("runs")
+    out.pack_array_header(len(progress))
     for run in progress.values():
-        samples = []
+        out.pack_map_header(3)
+        for item in ("info", pack_info(run.info), "next", run.next_seq, "open"):
+            out.pack(item)
+        out.pack_array_header(len(run.open))
         for s in run.open.values():
-            packed = pack_parts(s.parts, ref)
-            samples.append([s.sid, s.id, ref(s.shard), s.start_offset, packed])
-        runs.append({"info": pack_info(run.info), "next": run.next_seq, "open": samples})
-    return bytes(msgpack.packb({"runs": runs, "shards": list(refs)}))
+            out.pack([s.sid, s.id, ref(s.shard), s.start_offset, pack_parts(s.parts, ref)])
+    out.pack("shards")
+    out.pack(list(refs))
+    return bytes(out.bytes())
 
 
 def pack_parts(parts: Iterable[Part], ref: Callable[[bytes], int]) -> bytes:
     """u32 ``[n, 5]``; ``ref`` numbers the shards' uids."""
-    rows = [(p.position, p.rows, ref(p.shard), p.chunk, p.row) for p in parts]
-    return np.array(rows, _PART).tobytes()
+    packed = array("I")
+    for p in parts:
+        packed.extend((p.position, p.rows, ref(p.shard), p.chunk, p.row))
+    return packed.tobytes()
 
 
 def unpack_parts(frame: Frame, packed: Any, shards: Sequence[bytes]) -> list[Part]:

@@ -8,7 +8,7 @@ under another name.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +136,7 @@ def _has_index(path: Path) -> bool:
     return True
 
 
-def _write(fresh: Path, source: int, end: int, tail: list[bytes]) -> None:
+def _write(fresh: Path, source: int, end: int, tail: Sequence[bytes | memoryview]) -> None:
     """The first ``end`` bytes of ``source``, then ``tail``, all on the disk."""
     with fresh.open("wb") as file:
         at = 0

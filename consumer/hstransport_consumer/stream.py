@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from hstransport.channel import Subscriber
 from hstransport.errors import ConfigError, ProtocolError, RingBusyError, RingError
-from hstransport.protocol import Event, Rows, SessionInfo, unpack_event, unpack_info
+from hstransport.protocol import End, Event, Rows, SessionInfo, unpack_event, unpack_info
 from hstransport.ring import Record, RingReader
 from hstransport.seldom import Seldom
 from hstransport.session import RingPath, check_owner, find_rings, find_sessions
@@ -22,8 +22,11 @@ logger = logging.getLogger(__name__)
 
 States = npt.NDArray[np.uint16]
 
+SAMPLE_BYTES = 1000
+"""What Python takes for what one record tells of one sample, until that is stored."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Received:
     """A decoded record; its states are a read-only view of the ring until it is released."""
 
@@ -32,6 +35,16 @@ class Received:
     """None when the metadata broke the protocol: the record was counted and is to be skipped."""
     states: States | None
     """``[planes, rows, hidden]`` bf16 bits of ROWS; None otherwise, or when rows never arrived."""
+
+    @property
+    def held_bytes(self) -> int:
+        """About what its event takes of our own memory until it is stored: objects for each sample
+        that it tells of, its metadata twice, and the token ids of a sample that ends."""
+        event = self.event
+        samples = len(event.segments) if isinstance(event, Rows) else 1
+        states = 0 if self.states is None else self.states.nbytes
+        ids = 4 * event.tokens if isinstance(event, End) else 0
+        return samples * SAMPLE_BYTES + 2 * (self.record.record_bytes - states) + ids
 
 
 @dataclass

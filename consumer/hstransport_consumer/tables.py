@@ -98,12 +98,12 @@ class Tables:
         ends = self.c["sample.segment_end"]
         return range(int(ends[sample - 1]) if sample else 0, int(ends[sample]))
 
-    def pack(self, carry: bytes) -> bytes:
-        """The footer's body."""
+    def pack(self, carry: bytes) -> list[bytes | memoryview]:
+        """The footer's body, in parts of bytes: the columns are not copied."""
         places, parts, at = {}, [], 0
         for name, column in [*self.c.items(), ("ids", self.ids)]:
             places[name] = [at, len(column)]
-            parts.append(column.tobytes())
+            parts.append(column.view(np.uint8).data)
             at += column.nbytes
         head = {
             "columns": places,
@@ -115,7 +115,7 @@ class Tables:
             "carry": carry,
         }
         packed = msgpack.packb(head)
-        return b"".join([struct.pack("<I", len(packed)), packed, *parts])
+        return [struct.pack("<I", len(packed)), packed, *parts]
 
 
 def parse_tables(frame: Frame, meta: DatasetMeta, uid: bytes) -> Tables:

@@ -28,9 +28,9 @@ from . import format as fmt
 from .appender import Appender
 from .bias import ENOUGH_ROWS, BiasEstimate
 from .encode import Bias, Packer, write_window
-from .format import DatasetMeta, Header, pack_frame, pack_map
+from .format import DatasetMeta, Header, frame_of, pack_map
 from .index import RunRecord, RunState, ShardIndex, WindowRecord
-from .plan import Entry, Touched, WindowPlan, plan_window
+from .plan import Entry, Known, Touched, WindowPlan, plan_window
 from .prefixes import Prefixes
 from .progress import pack_progress
 from .recover import look, reopen
@@ -38,7 +38,7 @@ from .results import Ended, WindowResult
 from .states import Coverage, State
 
 UNFINISHED_REASON = "unfinished"
-FULL_INDEX_BYTES = fmt.MAX_INDEX_BYTES // 4
+FULL_INDEX_BYTES = 32 << 20
 """A shard is finished when its index has so many bytes, however small its samples are."""
 
 FULL_SHARDS = fmt.MAX_SHARDS // 2
@@ -126,7 +126,7 @@ class DatasetWriter:
             # Written by a release without .next, or copied without hidden files. From now on its
             # shards may be taken away.
             try:
-                self._keep_next(self._meta)
+                self._keep_next(self._meta, pack_progress(self._progress))
             except BaseException:
                 self._lock.close()
                 raise
@@ -295,17 +295,22 @@ class DatasetWriter:
         if self._begun:
             raise ValueError(f"{len(self._begun)} windows are begun: finish them first")
 
-    def _ahead(self, run: RunState) -> tuple[int, dict[int, Coverage]]:
+    def _ahead(self, run: RunState) -> tuple[int, Known]:
         """The run's next record and its open samples, as they will be after the windows begun."""
         next_seq = run.next_seq
-        known = {sid: sample.coverage for sid, sample in run.open.items()}
+        touched: dict[int, Touched] = {}
         for window in self._begun:
             if window.run is run:
                 next_seq = max(next_seq, window.next_seq)
-                for t in window.plan.touched.values():
-                    known[t.sid] = t.coverage
-                    if t.end is not None:
-                        del known[t.sid]
+                touched |= window.plan.touched
+
+        def known(sid: int) -> Coverage | None:
+            t = touched.get(sid)
+            if t is not None:
+                return t.coverage if t.end is None else None
+            sample = run.open.get(sid)
+            return sample.coverage if sample else None
+
         return next_seq, known
 
     def _begin(
@@ -430,7 +435,7 @@ class DatasetWriter:
             self._finish()
         assert self._meta is not None
         header = Header(new_uid(), self._next_number, self._meta)
-        head = self._head(header)
+        head = self._head(header, pack_progress(self._progress))
         path = directory.partial_path(self.directory, self._next_number)
         self._file = Appender.create(path, head, durable=self._durable)
         self._index = ShardIndex(header, self._progress)
@@ -438,14 +443,14 @@ class DatasetWriter:
         self._next_number += 1
         return self._file, self._index
 
-    def _head(self, header: Header) -> list[bytes]:
+    def _head(self, header: Header, carry: bytes) -> list[bytes | memoryview]:
         """What a shard begins with that begins now."""
-        return [fmt.pack_header(header), pack_frame(fmt.CARRY, pack_progress(self._progress))]
+        return [fmt.pack_header(header), *frame_of(fmt.CARRY, [carry])]
 
-    def _keep_next(self, meta: DatasetMeta) -> None:
+    def _keep_next(self, meta: DatasetMeta, carry: bytes) -> None:
         """Note what the next shard is to begin with; its uid it gets when it does."""
-        head = self._head(Header(bytes(16), self._next_number, meta))
-        directory.keep_next(self.directory, b"".join(head))
+        head = self._head(Header(bytes(16), self._next_number, meta), carry)
+        directory.keep_next(self.directory, head)
 
     def _finish(self) -> None:
         file, index = self._file, self._index
@@ -455,23 +460,24 @@ class DatasetWriter:
             self._next_number -= 1
             self._file = self._index = None
         else:
-            tail = footer_of(index, pack_progress(self._progress), file.size)
+            carry = pack_progress(self._progress)
+            tail = footer_of(index, carry, file.size)
             name = directory.shard_path(self.directory, index.header.number)
             # From its name on the shard may be taken away: what is to be known of it comes first.
             file.finish(
                 tail,
                 name,
-                ready=lambda: self._keep_next(index.header.meta),
+                ready=lambda: self._keep_next(index.header.meta, carry),
             )
             self._file = self._index = None
             if self._on_shard:
                 self._on_shard(name)
 
 
-def footer_of(index: ShardIndex, carry: bytes, at: int) -> list[bytes]:
-    """What a shard ends with whose frames end at byte ``at``."""
-    footer = pack_frame(fmt.FOOTER, index.tables().pack(carry))
-    return [footer, fmt.pack_trailer(at, len(footer), index.header.uid)]
+def footer_of(index: ShardIndex, carry: bytes, at: int) -> list[bytes | memoryview]:
+    """What a shard ends with whose frames end at byte ``at``, in parts of bytes."""
+    footer = frame_of(fmt.FOOTER, index.tables().pack(carry))
+    return [*footer, fmt.pack_trailer(at, sum(map(len, footer)), index.header.uid)]
 
 
 def _ended(plan: WindowPlan, run: RunState) -> Iterator[Ended]:
