@@ -66,6 +66,7 @@ def test_server_that_cannot_start_says_why(tmp_path):
 
 
 @pytest.mark.sglang
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["llama", "qwen3"])
 def test_model_serves_in_chunks(servers, model):
     served = servers.get(model, chunked_prefill=32)
@@ -76,6 +77,7 @@ def test_model_serves_in_chunks(servers, model):
 
 
 @pytest.mark.sglang
+@pytest.mark.exhaustive
 def test_deepseek_serves_on_two_ranks_and_its_group_is_gone_after_the_stop(servers):
     served = servers.get("dsv3", tp=2, plugin="off")
     answer = served.generate(input_ids=PROMPT, sampling_params=ONE_TOKEN)
@@ -87,6 +89,7 @@ def test_deepseek_serves_on_two_ranks_and_its_group_is_gone_after_the_stop(serve
 
 
 @pytest.mark.sglang
+@pytest.mark.exhaustive
 def test_smollm2_is_the_real_model(servers):
     served = servers.get("smollm2")
     answer = served.generate(
@@ -96,6 +99,7 @@ def test_smollm2_is_the_real_model(servers):
 
 
 @pytest.mark.sglang
+@pytest.mark.exhaustive
 def test_killed_test_run_leaves_no_server(model_dir):
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
