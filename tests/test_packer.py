@@ -322,8 +322,13 @@ def test_rows_whose_beginning_another_consumer_took_are_counted(producer, ring_d
     assert (totals.orphan_rows, totals.anomalies) == (4, 1)
 
 
-def test_damaged_ring_is_given_up_and_the_others_go_on(producer, ring_dir, tmp_path):
+@pytest.mark.parametrize("stopping", [False, True])
+def test_damaged_ring_is_given_up_and_the_others_go_on(producer, ring_dir, tmp_path, stopping):
     other = Producer(ring_dir, rank=1)
+    streams = Streams(ring_dir, None)
+    writer = DatasetWriter(tmp_path)
+    packer = Packer(streams, writer, flush_s=0.0)
+    packer.step(0.0)  # attaches
     states = other.sample("good", 4)
     producer.start("damaged", 4)
     at = producer.ring.head
@@ -332,11 +337,9 @@ def test_damaged_ring_is_given_up_and_the_others_go_on(producer, ring_dir, tmp_p
         f.seek(4096 + at + 8)
         f.write((12345).to_bytes(8, "little"))  # its record_bytes
     other.close()
-    streams = Streams(ring_dir, None)
-    writer = DatasetWriter(tmp_path)
-    packer = Packer(streams, writer, flush_s=0.0)
-    for _ in range(20):
+    for _ in range(0 if stopping else 20):
         packer.step(0.0)
+    packer.drain()
     packer.close()
     writer.close()
     dataset = open_shards(tmp_path, states=None)

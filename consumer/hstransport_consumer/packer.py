@@ -170,16 +170,22 @@ class Packer:
     def drain(self) -> None:
         """Pack everything that is committed now, whatever the windows' age."""
         for stream in list(self._windows):
-            goal = stream.reader.head
-            while stream.reader.cursor < goal:
-                window = self._windows[stream]
-                if not self._fill(window) and not window.received:
-                    break  # what is left is reserved and not committed
-                self._queue(self._windows[stream])
-                while not self._hungry:
-                    self._finish()
-            self._queue(self._windows[stream])
+            try:
+                self._drain(stream)
+            except RingError as e:
+                self._give_up(self._windows[stream], e)
         self._finish_all()
+
+    def _drain(self, stream: RingStream) -> None:
+        goal = stream.reader.head
+        while stream.reader.cursor < goal:
+            window = self._windows[stream]
+            if not self._fill(window) and not window.received:
+                break  # what is left is reserved and not committed
+            self._queue(window)
+            while not self._hungry:
+                self._finish()
+        self._queue(self._windows[stream])
 
     def close(self) -> None:
         """Let go of the rings; those drained and orphaned are removed."""
