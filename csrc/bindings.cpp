@@ -136,7 +136,7 @@ void bind_codec(nb::module_& m) {
   nb::class_<PlaneReads>(m, "PlaneReads", "Planes out of files, by as many threads as come.")
       .def(
           "__init__",
-          [](PlaneReads* self, const Places& places, uint64_t hidden, bool stream) {
+          [](PlaneReads* self, const Places& places, uint64_t hidden, bool stream, nb::object) {
             check(hidden >= 1, Fault::kConfig, "hidden=0: there is nothing to read");
             std::vector<PlaneRead> reads(places.shape(0));
             for (size_t i = 0; i < reads.size(); ++i) {
@@ -156,8 +156,14 @@ void bind_codec(nb::module_& m) {
             }
             new (self) PlaneReads(std::move(reads), hidden, stream);
           },
-          "places"_a.noconvert(), "hidden"_a, "stream"_a)
-      .def("work", &PlaneReads::work, nb::call_guard<nb::gil_scoped_release>())
+          "places"_a.noconvert(), "hidden"_a, "stream"_a, "owners"_a, nb::keep_alive<1, 5>())
+      .def("work", &PlaneReads::work, "most"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("__enter__", [](nb::object self) { return self; })
+      .def("__exit__",
+           [](PlaneReads& self, nb::args) {
+             nb::gil_scoped_release unlocked;
+             self.close();
+           })
       .def("left", &PlaneReads::left);
   m.def(
       "odd_rows",

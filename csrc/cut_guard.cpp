@@ -1,6 +1,7 @@
 #include "cut_guard.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
@@ -9,7 +10,7 @@
 
 namespace hst {
 
-static constexpr uintptr_t kPage = 4096;
+static const uintptr_t kPage = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
 static constexpr uintptr_t kNowhere = UINTPTR_MAX;
 
 // Found by the handler without a lock, so they are never freed, only used again.
@@ -23,6 +24,8 @@ struct Watched {
 static std::mutex changing;
 static std::atomic<Watched*> all{nullptr};
 static struct sigaction before{};
+// Whether a fault was handed to `before`. Should it come back, that handler has ours behind it.
+static std::atomic<bool> handed_on{false};
 
 static bool put_memory_at(uintptr_t at) {
   for (Watched* w = all.load(std::memory_order_acquire); w; w = w->next) {
@@ -42,7 +45,11 @@ static bool put_memory_at(uintptr_t at) {
 static void on_sigbus(int number, siginfo_t* info, void*) {
   const int code = errno;
   if (info->si_code != BUS_ADRERR || !put_memory_at(reinterpret_cast<uintptr_t>(info->si_addr))) {
-    ::sigaction(SIGBUS, &before, nullptr);
+    if (handed_on.exchange(true)) {
+      ::signal(SIGBUS, SIG_DFL);
+    } else {
+      ::sigaction(SIGBUS, &before, nullptr);
+    }
     if (info->si_code <= 0) ::raise(number);  // it was sent; a fault comes again by itself
   }
   errno = code;
@@ -52,6 +59,7 @@ static void install() {
   struct sigaction now{};
   if (::sigaction(SIGBUS, nullptr, &now) != 0 || now.sa_sigaction == on_sigbus) return;
   before = now;
+  handed_on.store(false);
   struct sigaction ours{};
   ours.sa_sigaction = on_sigbus;
   ours.sa_flags = SA_SIGINFO | SA_ONSTACK;
@@ -70,7 +78,7 @@ static Watched* watch(uintptr_t begin, uint64_t bytes) {
     all.store(w, std::memory_order_release);
   }
   w->cut.store(false, std::memory_order_relaxed);
-  w->end.store(begin + bytes, std::memory_order_relaxed);
+  w->end.store(begin + bytes, std::memory_order_release);
   w->begin.store(begin, std::memory_order_release);
   return w;
 }

@@ -219,6 +219,10 @@ bool HuffmanDecoder::build(const uint8_t* weights, int count) {
     return weight ? longest + 1 - weight : 0;
   };
 
+  int longest_ones = 0;  // a code that is complete has two of them at least
+  for (int b = 0; b <= count; ++b) longest_ones += bits_of(b) == longest;
+  if (longest_ones < 2) return false;
+
   // Codes go up from the longest to the shortest, and with the byte among those of one length.
   uint32_t at = 0;
   uint8_t first[1 << kMaxBits];

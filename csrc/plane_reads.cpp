@@ -20,19 +20,36 @@ static bool read_all(int fd, uint8_t* out, size_t size, uint64_t offset) {
   return true;
 }
 
-void PlaneReads::work() {
+bool PlaneReads::work(size_t most) {
+  for (; most != 0; --most) {
+    size_t i;
+    {
+      std::lock_guard<std::mutex> hold(mutex_);
+      if (next_ >= reads_.size()) return false;
+      i = next_++;
+      ++at_work_;
+    }
+    done_[i] = read(reads_[i]);
+    std::lock_guard<std::mutex> hold(mutex_);
+    if (--at_work_ == 0) idle_.notify_all();
+  }
+  return true;
+}
+
+void PlaneReads::close() {
+  std::unique_lock<std::mutex> hold(mutex_);
+  next_ = reads_.size();
+  idle_.wait(hold, [&] { return at_work_ == 0; });
+}
+
+bool PlaneReads::read(const PlaneRead& r) const {
   // Kept from one sample to the next: fresh memory costs as much as the copying.
   static thread_local std::vector<uint8_t> frames;
-  for (size_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < reads_.size();) {
-    const PlaneRead& r = reads_[i];
-    const size_t size = r.mantissas + r.exponents;
-    if (frames.size() < size) frames.resize(size);
-    if (!read_all(r.fd, frames.data(), size, r.offset)) continue;
-    const Span mantissas{frames.data(), r.mantissas};
-    const Span exponents{frames.data() + r.mantissas, r.exponents};
-    done_[i] =
-        unpack_plane(exponents, mantissas, r.bias, r.dst, r.rows, hidden_, r.stride_bytes, stream_);
-  }
+  const size_t size = r.mantissas + r.exponents;
+  if (frames.size() < size) frames.resize(size);
+  if (!read_all(r.fd, frames.data(), size, r.offset)) return false;
+  return unpack_plane({frames.data() + r.mantissas, r.exponents}, {frames.data(), r.mantissas},
+                      r.bias, r.dst, r.rows, hidden_, r.stride_bytes, stream_);
 }
 
 std::vector<size_t> PlaneReads::left() const {

@@ -2,9 +2,10 @@
 // one plane and the next.
 #pragma once
 
-#include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <vector>
 
 namespace hst {
@@ -25,18 +26,25 @@ class PlaneReads {
   PlaneReads(std::vector<PlaneRead> reads, size_t hidden, bool stream)
       : reads_(std::move(reads)), hidden_(hidden), stream_(stream), done_(reads_.size()) {}
 
-  // Takes one read after another until none is left; in any number of threads.
-  void work();
+  // Takes one read after another, at most so many; in any number of threads. False when none is
+  // left to be taken.
+  bool work(size_t most);
+  // Once nobody is at work: from then on no thread touches a file or a destination, whatever comes.
+  void close();
   // Those that came to nothing: the file is shorter, cannot be read, or has other frames than
-  // pack_plane's. Once all threads are back.
+  // pack_plane's. After close.
   std::vector<size_t> left() const;
 
  private:
+  bool read(const PlaneRead& r) const;
+
   const std::vector<PlaneRead> reads_;
   const size_t hidden_;
   const bool stream_;
-  std::atomic<size_t> next_{0};
-  std::vector<uint8_t> done_;  // each byte is one thread's
+  std::mutex mutex_;
+  std::condition_variable idle_;
+  size_t next_ = 0, at_work_ = 0;  // with the mutex
+  std::vector<uint8_t> done_;      // each byte is one thread's
 };
 
 }  // namespace hst

@@ -183,16 +183,23 @@ def unpack_plane(
 
 class PlaneReads:
     """Planes of chunks out of files, by as many threads as call :meth:`work`."""
-    def __init__(self, places: npt.NDArray[np.uint64], hidden: int, stream: bool) -> None:
+    def __init__(
+        self, places: npt.NDArray[np.uint64], hidden: int, stream: bool, owners: object
+    ) -> None:
         """``places`` is uint64 ``[n, 8]``: descriptor; offset of the sign+mantissa frame; its
         bytes; bytes of the exponents' frame behind it; address of the bias, uint8 ``[hidden]``;
         address, rows and bytes from row to row of where the words go. ConfigError if a size, stride
-        or alignment does not fit."""
-    def work(self) -> None:
-        """Take one plane after another until none is left. Releases the GIL."""
+        or alignment does not fit. ``owners`` of the memory live as long as this."""
+    def work(self, most: int) -> bool:
+        """Take one plane after another, at most so many; False when none is left. Releases the
+        GIL."""
+    def __enter__(self) -> PlaneReads: ...
+    def __exit__(self, *_: object) -> None:
+        """Wait until no thread is at work; later ones find nothing to do. No interrupt can come
+        between the block's end and this."""
     def left(self) -> list[int]:
-        """Those that could not be read or unpacked, as of :func:`unpack_frame`; once all threads
-        are back."""
+        """Those that could not be read or unpacked, as of :func:`unpack_frame`. After the
+        block."""
 
 def odd_rows(src_addr: int, rows: int, hidden: int, src_stride_bytes: int, odd: Any) -> None:
     """Add to ``odd``, uint8 ``[rows]``, what is odd about each row of bf16 words: 1 all zeros (of

@@ -82,15 +82,18 @@ def write_without_end(pipe: Connection, path: Path) -> None:
     pipe.recv()
 
 
-def read_another_file(pipe: Connection, path: Path) -> None:
+def read_another_file(pipe: Connection, path: Path, sandwich: bool) -> None:
     """One that has a ring, and dies of another file."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    other = path.with_name("other")
+    other, last = path.with_name("other"), path.with_name("s-0.ring")
     other.write_bytes(bytes(8192))
-    with other.open("r+b") as f, RingWriter.create(path, CAPACITY, b""):
+    with other.open("r+b") as f, RingWriter.create(path, CAPACITY, b"") as writer:
+        if sandwich:  # a handler that has ours behind it, and ours again before it
+            faulthandler.enable()
+            writer = RingWriter.create(last, CAPACITY, b"")
         view = mmap.mmap(f.fileno(), 8192)
         os.truncate(other, 0)
-        pipe.send(view[4096])
+        pipe.send(view[4096] + writer.head)
 
 
 @pytest.mark.parametrize("size", [0, 100_000])
@@ -103,8 +106,9 @@ def test_the_server_lives_and_its_capture_ends(path: Path, size: int) -> None:
         assert process.is_alive() and path.stat().st_size == size
 
 
-def test_faults_of_other_files_are_whose_they_were(path: Path) -> None:
-    with child(read_another_file, path) as (process, _):
+@pytest.mark.parametrize("sandwich", [False, True])
+def test_faults_of_other_files_are_whose_they_were(path: Path, sandwich: bool) -> None:
+    with child(read_another_file, path, sandwich) as (process, _):
         process.join(60)
         assert process.exitcode == -signal.SIGBUS
 

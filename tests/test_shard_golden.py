@@ -19,6 +19,7 @@ from hstransport_consumer import DatasetWriter, codec, open_shards, writer
 from hstransport_consumer.verify import verify
 from shard_kit import make_info
 
+from hstransport.errors import ShardVersionError
 from hstransport.protocol import End, Rows, Segment, SessionInfo, Start
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -107,6 +108,14 @@ def test_golden_bytes_are_written_again(tmp_path: Path) -> None:
     for name in SHARDS:
         assert (tmp_path / name).read_bytes() == (GOLDEN / name).read_bytes(), name
     assert content(tmp_path) == content(GOLDEN)
+
+
+def test_shards_of_version_1_are_refused(tmp_path: Path) -> None:
+    """Their frames are in another order: they would read as other numbers."""
+    shutil.copy(GOLDEN / "version-1" / SHARDS[0], tmp_path)
+    with pytest.raises(ShardVersionError, match="format version 1, this release reads 2"):
+        open_shards(tmp_path)
+    assert not verify(tmp_path).ok
 
 
 def test_golden_rows_are_those_written() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hstransport_consumer import DatasetWriter, Sample, open_shards
+from hstransport_consumer import DatasetWriter, Sample, open_shards, workers
 from shard_kit import Script, make_info
 
 
@@ -24,6 +27,102 @@ def dataset_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for first in range(0, len(script.records), 6):
             script.write_window(writer, first, first + 5)
     return out
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
+    """A dataset with a sample that is read by several threads, and its states."""
+    out = tmp_path_factory.mktemp("large")
+    script = Script(make_info(hidden=2048))
+    script.whole(1, 2000)
+    with DatasetWriter(out) as writer:
+        script.write(writer, [])
+    (sample,) = script.samples.values()
+    return out, sample.states()
+
+
+def test_large_samples_are_read_with_the_threads_that_can_be_had(
+    large: tuple[Path, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, states = large
+    sample = open_shards(path, threads=5)[0]
+    monkeypatch.setattr(workers, "_pools", {})
+    started, real = [], threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        started.append(thread)
+        if len(started) > 1:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for _ in range(20):
+        np.testing.assert_array_equal(sample.hidden_states, states)
+    assert len(started) > 1
+
+
+def test_nobody_reads_on_when_a_read_was_interrupted(large: tuple[Path, np.ndarray]) -> None:
+    """What a thread would write into memory that is somebody else's by then."""
+    code = f"""
+import random, signal, sys, threading, time
+import numpy as np
+from hstransport_consumer import open_shards
+def interrupt(*_): raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, interrupt)
+sample = open_shards({str(large[0])!r}, threads=4)[0]
+out, rng, hits = np.empty(sample.read().shape, np.uint16), random.Random(1), 0
+while hits < 60:
+    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 0.008))
+    try:
+        sample.read(out=out)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        hits += 1
+        out[:] = 7
+        time.sleep(0.003)
+        assert (out == 7).all(), hits
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+
+
+def test_a_fork_of_a_loader_reads_with_one_thread(dataset_path: Path) -> None:
+    dataset = open_shards(dataset_path)
+    assert dataset.threads == len(os.sched_getaffinity(0))
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(getattr, (dataset, "threads")) == 1
+    assert open_shards(dataset_path, threads=3).threads == 3
+
+
+@pytest.mark.parametrize("lacks", ["constant", "call"])
+def test_old_systems_read_large_samples_too(
+    large: tuple[Path, np.ndarray], monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    """A Python built for a libc without preadv2."""
+
+    def preadv(*_: object) -> int:
+        raise NotImplementedError("preadv2 unavailable")
+
+    if lacks == "constant":
+        monkeypatch.delattr(os, "RWF_NOWAIT")
+    else:
+        monkeypatch.setattr(os, "preadv", preadv)
+    np.testing.assert_array_equal(open_shards(large[0])[0].hidden_states, large[1])
+
+
+@pytest.mark.parametrize("bend", ["backwards", "read-only", "of bytes"])
+def test_memory_that_cannot_be_read_into_is_refused(
+    large: tuple[Path, np.ndarray], bend: str
+) -> None:
+    out = np.empty(large[1].shape, np.uint16)
+    if bend == "backwards":
+        out = out[::-1]
+    elif bend == "read-only":
+        out.setflags(write=False)
+    else:
+        out = out.view(np.uint8)
+    with pytest.raises(ValueError, match="out "):
+        open_shards(large[0])[0].read(out=out)
 
 
 def collate(samples: list[Sample]) -> list[tuple[str, object]]:

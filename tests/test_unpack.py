@@ -104,6 +104,22 @@ def test_no_bent_frame_is_taken_for_something_else(words: str) -> None:
             assert not _core.unpack_frame(frame[:-cut], out)
 
 
+def test_a_code_that_zstd_takes_for_broken_is_refused() -> None:
+    """A complete code has two bytes of the longest length; this one has none."""
+    data = b"\2" * 40
+    weights = bytes([127 + 2, 2 << 4 | 2])  # of 0 and 1; 2 has what is left, one bit
+    stream = ((1 << 41) - 1).to_bytes(6, "little")
+    coded = weights + stream
+    literals = (2 | len(data) << 4 | len(coded) << 14).to_bytes(3, "little")
+    block = literals + coded + b"\0"
+    head = b"\x28\xb5\x2f\xfd\x24" + bytes([len(data)])
+    frame = head + (1 | 2 << 1 | len(block) << 3).to_bytes(3, "little") + block
+    frame += libzstd(data)[-4:]
+    with pytest.raises(zstandard.ZstdError):
+        zstandard.ZstdDecompressor().decompress(frame)
+    assert not _core.unpack_frame(frame, np.empty(len(data), np.uint8))
+
+
 def test_one_broken_frame_of_two_is_told_by_its_fault() -> None:
     words = bf16(np.random.default_rng(3).standard_normal((1, 400, 500)))
     bias, whole = frames(words)

@@ -11,20 +11,27 @@ from pathlib import Path
 from hstransport.errors import ShardError
 
 from . import directory
-from .direct import Buffer, DirectFile, write_all
+from .direct import Buffer, DirectFile, Piece, write_all
 
 SYNC_BYTES = 256 << 20
 """So much is written between two syncs that run beside the writing."""
 
 
 class Appender:
-    """An open ``.partial`` file. ``size`` is its end; what lies past it is never left there."""
+    """An open ``.partial`` file, whose descriptor it takes.
+
+    ``size`` is its end; what lies past it is never left there.
+    """
 
     def __init__(self, path: Path, fd: int, size: int, *, durable: bool) -> None:
         self.path = path
         self.size = size
         self._fd = fd
-        self._direct = DirectFile(path, fd)
+        try:
+            self._direct = DirectFile(path, fd)
+        except OSError:
+            os.close(fd)
+            raise
         self._durable = durable
         self._syncs = ThreadPoolExecutor(1, "hstransport-sync")
         self._syncing: Future[None] | None = None
@@ -34,7 +41,11 @@ class Appender:
     def create(path: Path, head: Sequence[Buffer], *, durable: bool) -> Appender:
         """A new file that begins with ``head``; no file remains if that cannot be written."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        file = Appender(path, fd, 0, durable=durable)
+        try:
+            file = Appender(path, fd, 0, durable=durable)
+        except OSError:
+            path.unlink()
+            raise
         try:
             file.append(head)
             if durable:
@@ -162,7 +173,7 @@ class Transaction:
     def __init__(self, fd: int, direct: DirectFile, end: int) -> None:
         self._fd = fd
         self._direct = direct
-        self._writing: list[Future[int]] = []
+        self._writing: list[Future[None]] = []
         self.end = end
 
     def leave(self, size: int) -> int:
@@ -174,11 +185,11 @@ class Transaction:
     def put(self, buffers: Sequence[Buffer]) -> None:
         self.end = write_all(self._fd, buffers, self.end)
 
-    def put_by(self, pool: Executor, head: bytes, data: memoryview) -> Future[int]:
+    def put_by(self, pool: Executor, head: bytes, data: memoryview) -> Future[None]:
         """As :meth:`put`, by the one thread of ``pool`` and past the page cache where that can be;
         ``data`` is read until it is done."""
         at = self.leave(len(head) + len(data))
-        future = pool.submit(self._direct.write, head, data, at)
+        future = self._direct.write_by(pool, Piece(at, head, data))
         self._writing.append(future)
         return future
 

@@ -18,7 +18,7 @@ import zstandard
 
 from hstransport import _core
 
-from .direct import PAGE
+from .direct import page_aligned
 
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
@@ -86,8 +86,7 @@ class FrameBuffer:
     def reserve(self, size: int) -> U8:
         """``size`` bytes that begin with a page; what was in them before is void."""
         if len(self._memory) < size:
-            memory = np.empty(size + PAGE, np.uint8)
-            self._memory = memory[-memory.ctypes.data % PAGE :]
+            self._memory = page_aligned(size)
         return self._memory[:size]
 
 
@@ -211,15 +210,15 @@ def unpack_plane(exponents: memoryview, mantissas: memoryview, bias: U8, out: U1
 def plane_reads(reads: Sequence[PlaneRead], *, stream: bool) -> _core.PlaneReads:
     """What does all ``reads``, as :func:`unpack_plane` would, in as many threads as call its
     ``work``; those whose frames are not as :func:`encode_chunk` packs them are ``left``. Uses the
-    arrays and descriptors until then. ``stream``: writes past the processor's caches, for one who
-    reads more than they hold."""
+    arrays and descriptors until its ``with`` block ends. ``stream``: writes past the processor's
+    caches, for one who reads more than they hold."""
     rows = []
     for fd, place, bias, out in reads:
         _check_words(out)
         if bias.shape != (out.shape[1],):
             raise ValueError(f"bias is {list(bias.shape)} for rows of {out.shape[1]}")
         rows.append((fd, *place, bias.ctypes.data, out.ctypes.data, len(out), out.strides[0]))
-    return _core.PlaneReads(np.array(rows, np.uint64), reads[0].out.shape[1], stream)
+    return _core.PlaneReads(np.array(rows, np.uint64), reads[0].out.shape[1], stream, reads)
 
 
 def odd_rows(words: U16, odd: U8) -> None:
@@ -241,6 +240,6 @@ def join(exponents: U8, mantissas: U8, bias: U8, out: U16) -> None:
 
 
 def _check_words(out: U16) -> None:
-    hidden = out.shape[1]
-    if out.dtype != np.uint16 or not out.flags.writeable or (hidden > 1 and out.strides[1] != 2):
-        raise ValueError("out must be writable uint16 with contiguous rows")
+    contiguous = out.shape[1] <= 1 or out.strides[1] == 2
+    if out.dtype != np.uint16 or not out.flags.writeable or not contiguous or out.strides[0] < 0:
+        raise ValueError("out must be writable uint16 with contiguous rows, one behind another")

@@ -49,7 +49,7 @@ class Packer:
         self._free = [codec.FrameBuffer() for _ in range(2 * threads + 1)]
         self._waiting: deque[tuple[ChunkPlan, codec.U8]] = deque()
         self._ahead: deque[tuple[Future[codec.Packed], codec.FrameBuffer]] = deque()
-        self._writing: deque[tuple[Future[int], codec.FrameBuffer]] = deque()
+        self._writing: deque[tuple[Future[None], codec.FrameBuffer]] = deque()
         self.depth = len(self._free)
         """Chunks that may be packed and not written yet."""
 

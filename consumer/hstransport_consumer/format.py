@@ -31,7 +31,7 @@ from hstransport.errors import (
 )
 from hstransport.protocol import SessionInfo, check_types, unpack_whole
 
-VERSION = 1
+VERSION = 2
 FORMAT = "hstransport shard"
 
 HEADER, RUN, CARRY, WINDOW = b"HShd", b"HSrn", b"HSca", b"HSwn"

@@ -64,7 +64,7 @@ def _reopen(
         raise ValueError(f"states {unknown} are unknown: choose from {', '.join(STATES)}")
     arguments = (path, layers, None if states is None else tuple(states), partial, threads)
     dataset = ShardDataset(path, _open_all(path, partial), layers=layers, states=states)
-    dataset.threads = threads or default_threads()
+    dataset._wanted_threads = threads
     dataset._arguments = arguments
     return dataset
 
@@ -87,8 +87,7 @@ class ShardDataset(Sequence[Sample]):
         self.path = path
         self.shards = list(shards)
         self.cache = PlaneCache()
-        self.threads = 1
-        """So many unpack a large sample."""
+        self._wanted_threads: int | None = None
         self._arguments: tuple[Any, ...] = (path, layers, states, False, None)
         self._by_uid = {s.header.uid: s for s in self.shards}
         self._meta: DatasetMeta | None = None
@@ -102,6 +101,11 @@ class ShardDataset(Sequence[Sample]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, self._arguments
+
+    @property
+    def threads(self) -> int:
+        """So many unpack a large sample; asked of the process that reads, which may be a fork."""
+        return self._wanted_threads or default_threads()
 
     @property
     def info(self) -> DatasetMeta:

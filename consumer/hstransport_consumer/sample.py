@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _LARGE_BYTES = 4 << 20
 """A read of so much is shared by threads (below, waking them takes as long as the work) and goes
 past the processor's caches."""
+_PLANES_A_STEP = 16
+"""So many are read before Python may hear an interrupt."""
 
 
 class _Piece(NamedTuple):
@@ -47,9 +49,19 @@ class _Piece(NamedTuple):
     rows: int
     at: int
 
+    @property
+    def whole(self) -> bool:
+        """Whether it has all rows of the chunk."""
+        return self.rows == self.shard.chunk_rows(self.chunk)
 
-_Read = tuple[_Piece, int, int, codec.U16]
-"""A plane of a part: number of the plane, file, where its words go."""
+
+class _Read(NamedTuple):
+    """A plane of a part, and where its words go."""
+
+    part: _Piece
+    plane: int
+    fd: int
+    out: codec.U16
 
 
 class Sample:
@@ -190,39 +202,52 @@ class Sample:
             raise ValueError(f"out is {out.dtype} {list(out.shape)}, uint16 {list(shape)} is due")
         with ExitStack() as stack:
             files = {s: stack.enter_context(s.open()) for s in {p.shard for p in parts}}
-
-            if out.nbytes >= _LARGE_BYTES:
-                for p in parts:
-                    p.shard.fetch(files[p.shard], p.chunk, planes)
             reads = [
-                (p, plane, files[p.shard], out[p.at : p.at + p.rows, i])
+                _Read(p, plane, files[p.shard], out[p.at : p.at + p.rows, i])
                 for p in parts
                 for i, plane in enumerate(planes)
             ]
-            for p, plane, fd, target in self._read_whole(reads, out.nbytes >= _LARGE_BYTES):
-                self._words(p, fd, plane, target)
+            large = out.nbytes >= _LARGE_BYTES
+            if large:
+                for p in parts:
+                    p.shard.fetch(files[p.shard], p.chunk, planes)
+            whole = [r for r in reads if r.part.whole]
+            left = iter([*self._read_whole(whole, large), *(r for r in reads if not r.part.whole)])
+
+            def work() -> None:
+                for r in left:  # shared: a step of a list's iterator is whole under the GIL
+                    self._words(r.part, r.fd, r.plane, r.out)
+
+            together(work, self._threads(large, len(reads)))
         return out
 
-    def _read_whole(self, reads: list[_Read], large: bool) -> list[_Read]:
-        """Do those of whole chunks that native code can do alone; returns the others."""
-        whole: list[_Read] = []
-        others: list[_Read] = []
-        for read in reads:
-            p = read[0]
-            (whole if p.rows == p.shard.chunk_rows(p.chunk) else others).append(read)
-        if whole:
-            work = codec.plane_reads(
-                [
-                    codec.PlaneRead(
-                        fd, p.shard.place(p.chunk, plane), p.shard.bias(fd, p.chunk)[plane], out
-                    )
-                    for p, plane, fd, out in whole
-                ],
-                stream=large,
-            )
-            together(work.work, min(self._dataset.threads, len(whole)) if large else 1)
-            others += [whole[i] for i in work.left()]
-        return others
+    def _read_whole(self, reads: Sequence[_Read], large: bool) -> Iterator[_Read]:
+        """Read planes of whole chunks; returns those that native code did not do alone."""
+        if not reads:
+            return iter(())
+        native = codec.plane_reads(
+            [
+                codec.PlaneRead(
+                    r.fd,
+                    r.part.shard.place(r.part.chunk, r.plane),
+                    r.part.shard.bias(r.fd, r.part.chunk)[r.plane],
+                    r.out,
+                )
+                for r in reads
+            ],
+            stream=large,
+        )
+
+        def work() -> None:
+            while native.work(_PLANES_A_STEP):
+                pass  # an interrupt is heard between two steps
+
+        with native:  # at its end nobody touches `out` any more, however it ends
+            together(work, self._threads(large, len(reads)))
+        return (reads[i] for i in native.left())
+
+    def _threads(self, large: bool, most: int) -> int:
+        return min(self._dataset.threads, most) if large else 1
 
     def to(
         self,
@@ -291,7 +316,7 @@ class Sample:
 
     def _words(self, p: _Piece, fd: int, plane: int, out: codec.U16) -> None:
         """One plane of a part."""
-        if p.rows == p.shard.chunk_rows(p.chunk):
+        if p.whole:
             p.shard.plane_words(fd, p.chunk, plane, out)
         else:
             codec.join(*self._bytes(p, fd, plane), p.shard.bias(fd, p.chunk)[plane], out)
@@ -306,7 +331,7 @@ class Sample:
 
     def _bytes_into(self, p: _Piece, plane: int, out: Plane) -> None:
         with p.shard.open() as fd:
-            if p.rows == p.shard.chunk_rows(p.chunk):
+            if p.whole:
                 p.shard.plane_into(fd, p.chunk, plane, out)
             else:
                 out[0][:], out[1][:] = self._bytes(p, fd, plane)

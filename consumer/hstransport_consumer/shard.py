@@ -10,7 +10,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hstransport.errors import NotAShardError, TornShardError
@@ -21,6 +21,15 @@ from .format import Frame, Header, corrupt, pread_into, read_footer, read_frame,
 from .recover import read_unfinished
 from .tables import Tables, parse_tables
 from .walk import read_bias
+
+
+def _in_memory(fd: int, at: int) -> bool:
+    """Whether a byte can be read without waiting; False where that cannot be told."""
+    try:
+        return os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) == 1
+    except (OSError, AttributeError, NotImplementedError):  # the latter: built for an old libc
+        return False
+
 
 Plane = tuple[codec.U8, codec.U8]
 """Exponents and sign+mantissa of one plane of a chunk, each ``[rows * hidden]``."""
@@ -76,11 +85,10 @@ class Shard:
     def fetch(self, fd: int, chunk: int, planes: Iterable[int]) -> None:
         """Let the disk begin to read these planes of a chunk, unless they are in memory."""
         places = [self.place(chunk, plane) for plane in planes]
-        try:
-            os.preadv(fd, [bytearray(1)], places[-1].at, os.RWF_NOWAIT)
-        except OSError:  # it would have waited, or the file system cannot tell
+        if places and not _in_memory(fd, places[-1].at):
             for at, first, second in places:
-                os.posix_fadvise(fd, at, first + second, os.POSIX_FADV_WILLNEED)
+                with suppress(OSError):  # it is a hint
+                    os.posix_fadvise(fd, at, first + second, os.POSIX_FADV_WILLNEED)
 
     def place(self, chunk: int, plane: int) -> codec.PlanePlace:
         """Where a plane's frames are; CorruptShardError if they are too long for its rows."""

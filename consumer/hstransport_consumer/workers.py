@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 _pools: dict[int, ThreadPoolExecutor] = {}
 os.register_at_fork(after_in_child=_pools.clear)  # threads do not come along
@@ -28,8 +28,13 @@ def together(work: Callable[[], None], threads: int) -> None:
     pool = _pools.get(threads)
     if pool is None:
         pool = _pools.setdefault(threads, ThreadPoolExecutor(threads - 1, "hstransport-unpack"))
-    others = [pool.submit(work) for _ in range(threads - 1)]
+    others: list[Future[None]] = []
     try:
+        for _ in range(threads - 1):
+            try:
+                others.append(pool.submit(work))
+            except RuntimeError:
+                break  # no more threads can be had: there are fewer
         work()
     finally:
         # What has not begun has nothing left to do: threads are at work for another reader.

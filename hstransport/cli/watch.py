@@ -88,7 +88,9 @@ class Watch:
             yield self._disk(str(self._out))
             return
         for out in sorted({row.out for row in rows if row.out}):
-            with suppress(OSError):  # a consumer in a container may see other directories
+            with suppress(
+                OSError, ValueError
+            ):  # a container has others, and a broken ring anything
                 yield self._disk(out)
 
     def _row(self, place: RingPath) -> Row | None:
