@@ -72,8 +72,8 @@ signal.signal(signal.SIGALRM, interrupt)
 sample = open_shards({str(large[0])!r}, threads=4)[0]
 out, rng, hits = np.empty(sample.read().shape, np.uint16), random.Random(1), 0
 while hits < 60:
-    signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 0.008))
     try:
+        signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 0.008))
         sample.read(out=out)
         signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt:
