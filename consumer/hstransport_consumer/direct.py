@@ -33,8 +33,8 @@ PAGE = 4096
 """What file offsets and memory are aligned to; no usual disk wants more."""
 LEAST_BYTES = 1 << 20
 """Less is for the page cache: the disk would be waited for too often."""
-_MOST_BYTES = 32 << 20
-"""Of one call, about."""
+_MOST_BYTES = 6 << 20
+"""Of one call, about: two chunks of four planes. Their memory is in use until all is written."""
 _IOV_MAX = 1024
 
 

@@ -39,14 +39,14 @@ class Packer:
     """Packs chunks on a number of threads, ahead of the one who has them written.
 
     Chunks are written in the order in which they were passed, by a thread of its own (and no more:
-    kernels let one thread at a time write into a file). Two buffers for each thread and one bound
+    kernels let one thread at a time write into a file). Two buffers for each thread and three bound
     the memory: a thread that is done goes on while an earlier chunk is still packed or written.
     """
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "hstransport-pack")
         self._writer = ThreadPoolExecutor(1, "hstransport-write")
-        self._free = [codec.FrameBuffer() for _ in range(2 * threads + 1)]
+        self._free = [codec.FrameBuffer() for _ in range(2 * threads + 3)]
         self._waiting: deque[tuple[ChunkPlan, codec.U8]] = deque()
         self._ahead: deque[tuple[Future[codec.Packed], codec.FrameBuffer]] = deque()
         self._writing: deque[tuple[Future[None], codec.FrameBuffer]] = deque()

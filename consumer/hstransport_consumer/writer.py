@@ -70,7 +70,7 @@ class DatasetWriter:
     :meth:`write_window` stores a window and returns. To keep the threads busy, call
     :meth:`begin_window` while :attr:`hungry`, and :meth:`finish_window` for each window begun: it
     writes the oldest while the next are packed. Packed and unwritten frames take at most
-    ``2 * threads + 1`` times about ``planes`` * 2 MiB.
+    ``2 * threads + 3`` times about ``planes`` * 2 MiB.
 
     ``durability``: when :meth:`write_window` returns, the bytes outlive the ``process`` (they are
     the kernel's) or the ``machine`` (they are on the disk). ``min_free``: bytes of the disk that
