@@ -174,9 +174,9 @@ BENT: dict[str, tuple[Callable[[bytes], bytes], type[Exception], str]] = {
     "other zstd": (lambda d: zstandard.compress(b"x" * 99), NotAShardError, "not an hst"),
     "other skippable": (lambda d: b"\x50\x2a\x4d\x18" + d[4:], NotAShardError, "not an hst"),
     "next version": (
-        lambda d: bend_frames(d, b"HShd", set_key("version", 2)),
+        lambda d: bend_frames(d, b"HShd", set_key("version", 3)),
         ShardVersionError,
-        "version 2, this release reads 1",
+        "version 3, this release reads 2",
     ),
     "hidden 2^40": (
         lambda d: bend_frames(d, b"HShd", set_dataset("hidden", 1 << 40)),
