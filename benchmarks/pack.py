@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import reading
 import zstandard
 from common import DATA, SHM, card, finish, median_ratio, parser, rounds
@@ -45,7 +44,6 @@ PIECE_BYTES = 2 << 20
 DISK_PIECE_BYTES, USUAL_RATIO = 3 << 20, 1.49
 """A chunk of four planes, and what makes it so small."""
 SESSION, RUN = "s", "ab" * 6
-Bits = npt.NDArray[np.uint16]
 
 
 class Timing(NamedTuple):
@@ -111,14 +109,8 @@ class Bench:
         dataset = open_shards(self._out)
         assert len(dataset) == self._samples, f"{len(dataset)} of {self._samples} samples"
         for sample in dataset:
-            want = self._part(int(sample.id))
+            want = self.states.part(int(sample.id), self._tokens)
             assert np.array_equal(sample.hidden_states, want.transpose(1, 0, 2)), sample.id
-
-    def _part(self, i: int) -> Bits:
-        """States of the i-th sample ``[planes, tokens, hidden]``: other tokens each time."""
-        total = self.states.bits.shape[1]
-        at = (i * 997) % max(total - self._tokens, 1)
-        return self.states.bits[:, at : at + self._tokens]
 
     def _producer(self) -> Producer:
         planes, _, hidden = self.states.bits.shape
@@ -134,10 +126,10 @@ class Bench:
 
     def _fill(self, producer: Producer) -> int:
         """As much as the ring takes; returns the bytes of states."""
-        part = self._part(0).nbytes
+        part = self.states.part(0, self._tokens).nbytes
         count = int(self._ring_bytes * 0.9) // part
         for i in range(self._samples, self._samples + count):
-            states = self._part(i)
+            states = self.states.part(i, self._tokens)
             sample = producer.start(str(i), states.shape[1])
             producer.rows((sample, 0, states.shape[1]), states=states)
             producer.end(sample, states.shape[1], 1)

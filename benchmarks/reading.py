@@ -77,9 +77,7 @@ class Store:
 
     def part(self, i: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
         """States of the i-th sample ``[planes, tokens, hidden]``: other tokens each time."""
-        total = self._states.bits.shape[1]
-        at = (i * 997) % max(total - self._tokens, 1)
-        return np.ascontiguousarray(self._states.bits[:, at : at + self._tokens])
+        return np.ascontiguousarray(self._states.part(i, self._tokens))
 
     def want(self, i: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
         """``[tokens, planes, hidden]``, as a trainer reads it."""

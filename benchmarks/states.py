@@ -35,6 +35,11 @@ class States(NamedTuple):
     layers: tuple[str, ...]
     bits: npt.NDArray[np.uint16]
 
+    def part(self, i: int, tokens: int) -> npt.NDArray[np.uint16]:
+        """``[planes, tokens, hidden]`` of the i-th sample: other tokens each time."""
+        at = (i * 997) % max(self.bits.shape[1] - tokens, 1)
+        return self.bits[:, at : at + tokens]
+
 
 def synthetic(tokens: int = 2048, hidden: int = 256) -> States:
     """Made-up states with channels of different scale: for --smoke only, no figure of worth."""

@@ -111,18 +111,17 @@ void bind_codec(nb::module_& m) {
   m.def(
       "unpack_plane",
       [](const ConstBytes& exponents, const ConstBytes& mantissas, const ConstBytes& bias,
-         uintptr_t dst_addr, uint64_t rows, uint64_t hidden, uint64_t dst_stride_bytes,
-         bool stream) {
+         uintptr_t dst_addr, uint64_t rows, uint64_t hidden, uint64_t dst_stride_bytes) {
         check_words(dst_addr, rows, hidden, dst_stride_bytes);
         check_size("bias", bias.size(), hidden);
         check(hidden >= 1, Fault::kConfig, "hidden=0: there is nothing to unpack");
         nb::gil_scoped_release unlocked;
-        return unpack_plane(
-            {exponents.data(), exponents.size()}, {mantissas.data(), mantissas.size()}, bias.data(),
-            reinterpret_cast<uint8_t*>(dst_addr), rows, hidden, dst_stride_bytes, stream);
+        return unpack_plane({exponents.data(), exponents.size()},
+                            {mantissas.data(), mantissas.size()}, bias.data(),
+                            reinterpret_cast<uint8_t*>(dst_addr), rows, hidden, dst_stride_bytes);
       },
       "exponents"_a.noconvert(), "mantissas"_a.noconvert(), "bias"_a.noconvert(), "dst_addr"_a,
-      "rows"_a, "hidden"_a, "dst_stride_bytes"_a, "stream"_a = false,
+      "rows"_a, "hidden"_a, "dst_stride_bytes"_a,
       "Join what the two zstd frames of a plane hold. False if they are not as pack_chunk writes "
       "them, checksums included: then zstd is to judge.");
   m.def(

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "frames.h"
-
 namespace hst {
 
 namespace {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "frames.h"
 #include "huffman_decoder.h"
 #include "xxhash64.h"
 
@@ -19,7 +20,7 @@ struct Span {
 
 class FrameReader {
  public:
-  static constexpr size_t kMaxBlock = 128 << 10;
+  static constexpr size_t kMaxBlock = RawFrame::kMaxBlock;
 
   // False unless the frame has a checksum and says that it holds `content` bytes.
   bool open(const uint8_t* frame, size_t size, uint64_t content);

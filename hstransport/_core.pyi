@@ -175,11 +175,9 @@ def unpack_plane(
     rows: int,
     hidden: int,
     dst_stride_bytes: int,
-    stream: bool = False,
 ) -> bool:
-    """:func:`join_planes` of what two zstd frames hold. ``stream``: written past the caches, where
-    rows begin at multiples of 32 bytes. False as of :func:`unpack_frame`; ConfigError if a size,
-    stride or alignment does not fit. Releases the GIL."""
+    """:func:`join_planes` of what two zstd frames hold. False as of :func:`unpack_frame`;
+    ConfigError if a size, stride or alignment does not fit. Releases the GIL."""
 
 class PlaneReads:
     """Planes of chunks out of files, by as many threads as call :meth:`work`."""
@@ -189,7 +187,8 @@ class PlaneReads:
         """``places`` is uint64 ``[n, 8]``: descriptor; offset of the sign+mantissa frame; its
         bytes; bytes of the exponents' frame behind it; address of the bias, uint8 ``[hidden]``;
         address, rows and bytes from row to row of where the words go. ConfigError if a size, stride
-        or alignment does not fit. ``owners`` of the memory live as long as this."""
+        or alignment does not fit. ``stream``: written past the caches, where rows begin at
+        multiples of 32 bytes. ``owners`` of the memory live as long as this."""
     def work(self, most: int) -> bool:
         """Take one plane after another, at most so many; False when none is left. Releases the
         GIL."""

@@ -24,7 +24,7 @@ from hstransport.protocol import (
 
 from . import codec
 from .index import Part
-from .shard import Plane, Shard
+from .shard import Plane, Shard, fetch
 from .tensors import import_torch, to_ml_dtypes, to_torch
 from .walk import end_event, end_refs, start_event
 from .workers import together
@@ -61,6 +61,7 @@ class _Read(NamedTuple):
     part: _Piece
     plane: int
     fd: int
+    place: codec.PlanePlace
     out: codec.U16
 
 
@@ -202,15 +203,17 @@ class Sample:
             raise ValueError(f"out is {out.dtype} {list(out.shape)}, uint16 {list(shape)} is due")
         with ExitStack() as stack:
             files = {s: stack.enter_context(s.open()) for s in {p.shard for p in parts}}
-            reads = [
-                _Read(p, plane, files[p.shard], out[p.at : p.at + p.rows, i])
-                for p in parts
-                for i, plane in enumerate(planes)
-            ]
             large = out.nbytes >= _LARGE_BYTES
-            if large:
-                for p in parts:
-                    p.shard.fetch(files[p.shard], p.chunk, planes)
+            reads = []
+            for p in parts:
+                fd, rows = files[p.shard], slice(p.at, p.at + p.rows)
+                places = [p.shard.place(p.chunk, plane) for plane in planes]
+                if large:
+                    fetch(fd, places)
+                reads += [
+                    _Read(p, plane, fd, place, out[rows, i])
+                    for i, (plane, place) in enumerate(zip(planes, places, strict=True))
+                ]
             whole = [r for r in reads if r.part.whole]
             left = iter([*self._read_whole(whole, large), *(r for r in reads if not r.part.whole)])
 
@@ -229,7 +232,7 @@ class Sample:
             [
                 codec.PlaneRead(
                     r.fd,
-                    r.part.shard.place(r.part.chunk, r.plane),
+                    r.place,
                     r.part.shard.bias(r.fd, r.part.chunk)[r.plane],
                     r.out,
                 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -29,6 +29,14 @@ def _in_memory(fd: int, at: int) -> bool:
         return os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) == 1
     except (OSError, AttributeError, NotImplementedError):  # the latter: built for an old libc
         return False
+
+
+def fetch(fd: int, places: Sequence[codec.PlanePlace]) -> None:
+    """Let the disk begin to read planes of one chunk, unless they are in memory."""
+    if places and not _in_memory(fd, places[-1].at):
+        for at, first, second in places:
+            with suppress(OSError):  # it is a hint
+                os.posix_fadvise(fd, at, first + second, os.POSIX_FADV_WILLNEED)
 
 
 Plane = tuple[codec.U8, codec.U8]
@@ -81,14 +89,6 @@ class Shard:
         bias = self.bias(fd, chunk)[plane]
         with self._frames(fd, chunk, plane) as frames:
             codec.unpack_plane(*frames, bias, out)
-
-    def fetch(self, fd: int, chunk: int, planes: Iterable[int]) -> None:
-        """Let the disk begin to read these planes of a chunk, unless they are in memory."""
-        places = [self.place(chunk, plane) for plane in planes]
-        if places and not _in_memory(fd, places[-1].at):
-            for at, first, second in places:
-                with suppress(OSError):  # it is a hint
-                    os.posix_fadvise(fd, at, first + second, os.POSIX_FADV_WILLNEED)
 
     def place(self, chunk: int, plane: int) -> codec.PlanePlace:
         """Where a plane's frames are; CorruptShardError if they are too long for its rows."""

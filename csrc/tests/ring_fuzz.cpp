@@ -10,14 +10,13 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
-#include <fstream>
-#include <iterator>
 #include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "check.h"
+#include "fuzz_main.h"
 #include "ring_reader.h"
 #include "ring_writer.h"
 
@@ -168,13 +167,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
 
 #ifndef HST_LIBFUZZER
 int main(int argc, char** argv) {
-  for (int i = 2; i < argc; ++i) {
-    std::ifstream file(argv[i], std::ios::binary);
-    const std::vector<char> data{std::istreambuf_iterator<char>(file), {}};
-    LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(data.data()), data.size());
-  }
+  const long inputs = try_files(argc, argv);
   std::mt19937_64 random(1);
-  const long inputs = argc > 1 ? std::atol(argv[1]) : 1000;
   std::vector<uint8_t> data;
   for (long n = 0; n < inputs; ++n) {
     data.resize(random() % 400);

@@ -7,11 +7,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
-#include <iterator>
 #include <random>
 #include <vector>
 
+#include "fuzz_main.h"
 #include "pack.h"
 #include "unpack.h"
 
@@ -67,13 +66,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
 
 #ifndef HST_LIBFUZZER
 int main(int argc, char** argv) {
-  for (int i = 2; i < argc; ++i) {
-    std::ifstream file(argv[i], std::ios::binary);
-    const std::vector<char> data{std::istreambuf_iterator<char>(file), {}};
-    LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(data.data()), data.size());
-  }
+  const long inputs = try_files(argc, argv);
   std::mt19937_64 random(1);
-  const long inputs = argc > 1 ? std::atol(argv[1]) : 1000;
   Bytes frame;
   size_t rows = 0;
   for (long n = 0; n < inputs; ++n) {

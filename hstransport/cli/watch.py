@@ -88,9 +88,8 @@ class Watch:
             yield self._disk(str(self._out))
             return
         for out in sorted({row.out for row in rows if row.out}):
-            with suppress(
-                OSError, ValueError
-            ):  # a container has others, and a broken ring anything
+            # In a container they may be others, and a broken ring may say anything.
+            with suppress(OSError, ValueError):
                 yield self._disk(out)
 
     def _row(self, place: RingPath) -> Row | None:
