@@ -309,11 +309,13 @@ def figures(
         ts = timings[f"threads{n}"]
         result[f"pack_gbs_threads{n}"] = statistics.median(t.raw_bytes / t.wall_s for t in ts) / 1e9
         result[f"pack_cores_threads{n}"] = statistics.median(t.cpu_s / t.wall_s for t in ts)
+        nowhere = timings[f"memory{n}"]
+        result[f"pack_gbs_threads{n}_without_disk"] = (
+            statistics.median(t.raw_bytes / t.wall_s for t in nowhere) / 1e9
+        )
         if n > 1:
             result[f"pack_scaling_threads{n}"] = faster(ts, one)
-            result[f"pack_scaling_threads{n}_without_disk"] = faster(
-                timings[f"memory{n}"], timings["memory1"]
-            )
+            result[f"pack_scaling_threads{n}_without_disk"] = faster(nowhere, timings["memory1"])
         result[f"pack_threads{n}_of_disk"] = faster(ts, timings["disk"])
     result["disk_file_gbs"] = (
         statistics.median(t.raw_bytes / USUAL_RATIO / t.wall_s for t in timings["disk"]) / 1e9

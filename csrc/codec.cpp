@@ -19,7 +19,7 @@ namespace hst {
 HST_ROW_KERNEL split_row(const uint16_t* __restrict src, size_t n, const uint8_t* __restrict bias,
                          uint8_t* __restrict exponents, uint8_t* __restrict mantissas,
                          ExponentRange& range) {
-  uint8_t lowest = range.lowest, highest = range.highest;
+  uint8_t lowest = range.lowest, highest = range.highest, zeros = range.zeros;
   for (size_t i = 0; i < n; ++i) {
     const uint16_t x = src[i];
     const uint8_t exponent = static_cast<uint8_t>((x >> 7) - bias[i]);
@@ -28,10 +28,11 @@ HST_ROW_KERNEL split_row(const uint16_t* __restrict src, size_t n, const uint8_t
     const uint8_t low = shifted | zero, high = shifted & static_cast<uint8_t>(~zero);
     lowest = low < lowest ? low : lowest;
     highest = high > highest ? high : highest;
+    zeros |= zero;
     exponents[i] = exponent;
     mantissas[i] = static_cast<uint8_t>((x & 127) | (x >> 8 & 128));
   }
-  range = {lowest, highest};
+  range = {lowest, highest, zeros};
 }
 
 HST_ROW_KERNEL join_row(const uint8_t* __restrict exponents, const uint8_t* __restrict mantissas,

@@ -12,12 +12,13 @@
 
 namespace hst {
 
-// Exponent bytes of words other than 0.0, as signed numbers plus 128.
+// Exponent bytes of words other than 0.0, as signed numbers plus 128; and whether there was a 0.0.
 struct ExponentRange {
-  uint8_t lowest = 255, highest = 0;
+  uint8_t lowest = 255, highest = 0, zeros = 0;
   void add(ExponentRange other) {
     lowest = other.lowest < lowest ? other.lowest : lowest;
     highest = other.highest > highest ? other.highest : highest;
+    zeros |= other.zeros;
   }
 };
 ExponentRange split_planes(const uint8_t* src, size_t rows, size_t hidden, size_t stride_bytes,

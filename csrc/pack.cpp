@@ -76,8 +76,8 @@ class PlanePacker {
     bool possible[256] = {};
     for (int e = range_.lowest; e <= range_.highest; ++e)
       possible[static_cast<uint8_t>(e - 128)] = true;
-    for (size_t c = 0; c < hidden_; ++c)
-      possible[static_cast<uint8_t>(-bias_[c])] = true;  // of 0.0
+    for (size_t c = 0; range_.zeros && c < hidden_; ++c)
+      possible[static_cast<uint8_t>(-bias_[c])] = true;
     if (!counts_.cover(possible, kMostUnseen)) {
       counts_ = {};
       counts_.add(begin_, size_);

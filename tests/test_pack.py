@@ -100,17 +100,20 @@ def test_pieces_with_gaps_between_rows_and_planes() -> None:
 
 
 def test_exponents_that_the_sample_has_not_seen() -> None:
-    """Only a part of a large plane is counted; what is rare, and zeros, must have codes as well."""
+    """Only a part of a large plane is counted; what is rare, and zeros, must have codes as well.
+
+    A zero's byte is what the channel's bias makes of it: channels have ten of them here."""
     rng = np.random.default_rng(2)
     rows, hidden = 1024, 1024
-    words = bf16(rng.standard_normal((1, rows, hidden)))
-    bias = np.full((1, hidden), 127, np.uint8)
+    scale = rng.integers(-5, 5, hidden)
+    words = bf16(rng.standard_normal((1, rows, hidden)) * 2.0**scale)
+    bias = (126 + scale).astype(np.uint8)[None]
     usual = check([words], bias)
     for count in (1, 3, 50):
         bent = words.copy()
         at = rng.integers(0, rows, count), rng.integers(0, hidden, count)
         bent[0][at] = 0x8000  # -0.0
-        assert check([bent], bias) < usual + 0.001
+        assert check([bent], bias) < usual + 0.003
         bent[0][at] = with_exponents(np.arange(count) + 130)
         assert check([bent], bias) < usual + 0.005
         bent[0][at] = with_exponents(rng.integers(0, 256, count))

@@ -135,7 +135,7 @@ bench() { # bench PROGRAM RESULT ARGUMENTS
 }
 # Made-up states, which are as wide as those of a large model: a model's own need the internet.
 run_pack() {
-  bench pack.py pack "--synthetic 7168 --threads 1 2 4 8 --consumers 8 --ring 2GiB --rounds 3 --no-others --no-read \
+  bench pack.py pack "--synthetic 7168 --threads 1 2 4 8 16 --consumers 8 --ring 2GiB --rounds 3 --no-others --no-read \
     --place /dev/shm ${PACK_ARGS:-}"
 }
 run_ring() { bench ring_gpu.py ring "${RING_ARGS:-}"; }
