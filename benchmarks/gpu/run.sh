@@ -161,6 +161,7 @@ limit_of() { # seconds that a step may take
   case $1 in
     serving | seed) echo 560 ;;
     test) echo 300 ;;
+    pack) echo 400 ;;
     sanitize) echo 420 ;;
     *) echo 240 ;;
   esac
