@@ -19,7 +19,7 @@ static_assert(kTile <= RawFrame::kMaxBlock);
 // To count every exponent would take as long as to code it. A part of each tile tells as much.
 constexpr size_t kSampled = 8, kLeastSampled = 128 << 10;
 // A code for an exponent that was not counted and may have occurred costs 1/2048 of the room.
-constexpr int kMostUnseen = 16;
+constexpr int kMostUnseen = 32;
 
 // Both kinds of bytes of one plane, tile by tile.
 class PlanePacker {
