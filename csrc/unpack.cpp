@@ -1,7 +1,6 @@
 #include "unpack.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "codec.h"
 
@@ -43,7 +42,7 @@ class Rows {
 bool unpack_frame(Span frame, uint8_t* dst, uint64_t size) {
   static thread_local FrameReader reader;
   if (!reader.open(frame.data, frame.size, size)) return false;
-  for (Span span; reader.next(span); dst += span.size) std::memcpy(dst, span.data, span.size);
+  for (Span span; reader.next(span);) dst = std::copy_n(span.data, span.size, dst);
   return reader.well();
 }
 
