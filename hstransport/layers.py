@@ -19,17 +19,20 @@ _EAGLE3, _DFLASH = "set_eagle3_layers_to_capture", "set_dflash_layers_to_capture
 _FLAG = "_is_layer_to_capture"
 
 
+class CannotHandOut(CaptureError):
+    """The model cannot be made to hand out just these layers."""
+
+
 def enable_capture(model: Any, layers: Sequence[int], num_layers: int) -> None:
     """Make ``model`` hand the states of canonical ``layers`` (ascending) to its LogitsProcessor.
 
     ``model``: a torch module of SGLang's, also a wrapper around a language model. Raises
-    CaptureError when that cannot be done exactly.
+    CaptureError for ids that mean nothing, CannotHandOut when that cannot be done exactly.
     """
     if not layers:
         return
     name = type(model).__name__
-    for k in layers:
-        _refuse_out_of_range(k, name, num_layers)
+    refuse_out_of_range(layers, name, num_layers)
     wanted = list(layers)
     before = [k - 1 for k in wanted]
     # Ids of DFLASH count layers, so k-1 must leave k. A setter that keeps what it is given either
@@ -37,10 +40,9 @@ def enable_capture(model: Any, layers: Sequence[int], num_layers: int) -> None:
     tries = [(_EAGLE3, before), (_EAGLE3, wanted), (_DFLASH, before)]
     tries = [(setter, asked) for setter, asked in tries if hasattr(model, setter)]
     if not tries:
-        raise CaptureError(
+        raise CannotHandOut(
             f"{name} has neither {_EAGLE3} nor {_DFLASH}, so SGLang cannot capture its inner "
-            "layers, and hooks on them would not run inside CUDA graphs: set "
-            "HSTRANSPORT_LAYERS=final, or serve a model that docs/layers.md lists"
+            "layers: set HSTRANSPORT_LAYERS=final, or serve a model that docs/layers.md lists"
         )
     outcomes = []
     for setter, asked in tries:
@@ -48,7 +50,7 @@ def enable_capture(model: Any, layers: Sequence[int], num_layers: int) -> None:
         if outcome == wanted:
             return
         outcomes.append(f"{setter}({asked}) left {outcome}")
-    raise CaptureError(
+    raise CannotHandOut(
         f"{name} was asked for layers {wanted} and would capture others: {'; '.join(outcomes)}. "
         "Choose other layers (HSTRANSPORT_LAYERS), or final alone"
     )
@@ -77,8 +79,10 @@ def decoder_of(model: Any) -> Any | None:
     return found[0] if len(found) == 1 else None
 
 
-def _refuse_out_of_range(k: int, name: str, num_layers: int) -> None:
-    if 1 <= k < num_layers:
+def refuse_out_of_range(layers: Sequence[int], name: str, num_layers: int) -> None:
+    """CaptureError for the first of ``layers`` that is no inner layer of the model ``name``."""
+    k = next((k for k in layers if not 1 <= k < num_layers), None)
+    if k is None:
         return
     if k == 0:
         why = "it is the embedding of the token ids, which samples carry: look it up in the weights"

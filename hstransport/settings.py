@@ -88,6 +88,7 @@ class Settings:
     session: str = "default"
     root: Path = Path()
     layers: LayerChoice = LayerChoice((), eagle3=True, final=True)
+    layers_by: str = "auto"
     rows: str = "prompt"
     requests: Selection = Selection()
     budget_bytes: int | None = None
@@ -106,6 +107,8 @@ ENVIRONMENT: dict[str, str] = {
     "HSTRANSPORT_DIR": "directory of the rings (default: /dev/shm/hstransport-UID)",
     "HSTRANSPORT_LAYERS": "comma-separated canonical layer ids, 'eagle3' (2, n//2, n-3) and "
     "'final' (default: eagle3,final)",
+    "HSTRANSPORT_LAYERS_BY": "auto: the model hands its inner layers out, or where it cannot, "
+    "hooks on them take their states; hooks: in any case (default: auto)",
     "HSTRANSPORT_ROWS": "prompt: states of the prompt's tokens; all: of generated tokens too "
     "(default: prompt)",
     "HSTRANSPORT_REQUESTS": "all: every request; tagged: only those whose custom_params carry "
@@ -147,6 +150,7 @@ def from_environment(environ: Mapping[str, str]) -> Settings | None:
         session=check_session_name(environ.get("HSTRANSPORT_SESSION", "default")),
         root=Path(directory) if directory else default_root(),
         layers=parse_layers(environ.get("HSTRANSPORT_LAYERS", "eagle3,final")),
+        layers_by=_choice(environ, "HSTRANSPORT_LAYERS_BY", "auto", "hooks"),
         rows=_choice(environ, "HSTRANSPORT_ROWS", "prompt", "all"),
         requests=parse_selection(environ.get("HSTRANSPORT_REQUESTS", "all")),
         budget_bytes=_optional_size(environ, "HSTRANSPORT_BUDGET_BYTES"),

@@ -27,7 +27,7 @@ from .copyout import Copier, DeviceCopier, HostCopier
 from .errors import CaptureError, ConfigError, HsTransportError
 from .exporter import DecodeRun, Exporter
 from .follower import Follower, Noted, Pass
-from .layers import enable_capture, require_captured
+from .layers import CannotHandOut, enable_capture, refuse_out_of_range, require_captured
 from .protocol import (
     ABORTED,
     FINISHED,
@@ -145,6 +145,7 @@ class Plugin:
         self._settings = settings
         self._dp_rank = 0
         self._layers: tuple[int, ...] = ()
+        self._layer_hooks: Any = None  # LayerHooks, where the model does not hand its layers out
         self._check: Any = None  # LayerCheck, until the captured layers are verified
         self._mismatch: CaptureError | None = None  # what it found before capture began
         self._runner: Any = None
@@ -184,11 +185,11 @@ class Plugin:
             self._ring = _RingInTheMaking(self._settings, info)
         result = original(runner, *args, **kwargs)
         # On every rank, so that all ranks of a tensor-parallel group run the same graph.
-        enable_capture(runner.model, self._layers, num_layers)
+        hooked = self._switch_on(runner, num_layers, info.hidden)
         if writes and self._layers:
             from .verify_layers import LayerCheck
 
-            self._check = LayerCheck(runner.model, self._layers, info.hidden)
+            self._check = LayerCheck(runner.model, self._layers, info.hidden, hooked)
         if writes and self._device is not None:
             stage_bytes = self._settings.stage_bytes or _stage_bytes(runner.server_args, info)
             self._copier = DeviceCopier(self._device, stage_bytes)
@@ -196,6 +197,30 @@ class Plugin:
             self._keeps_graphs = self._settings.rows == "all"
         self._runner = runner
         return result
+
+    def _switch_on(self, runner: Any, num_layers: int, hidden: int) -> Any:
+        """Have the chosen layers handed out, or hook them: then what has them is returned."""
+        model = runner.model
+        refused: CaptureError | None = None
+        if self._settings.layers_by == "auto":
+            try:
+                enable_capture(model, self._layers, num_layers)
+                return None
+            except CannotHandOut as e:
+                refused = e
+        elif not self._layers:
+            return None
+        from .layer_hooks import LayerHooks, only_decoder
+
+        refuse_out_of_range(self._layers, type(model).__name__, num_layers)
+        obstacle = _no_hooks(runner.server_args, self._device)
+        if obstacle:
+            why = f"{refused}. " if refused else ""
+            raise CaptureError(f"{why}Hooks on its layers would be exact, but {obstacle}")
+        decoder = only_decoder(model, num_layers)
+        self._layer_hooks = LayerHooks(decoder, self._layers, hidden)
+        logger.info("hstransport: layers are taken by hooks on %s", type(decoder.module).__name__)
+        return decoder
 
     def scheduler_init(self, original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         self._dp_rank = _dp_rank(original, scheduler, args, kwargs)
@@ -213,7 +238,8 @@ class Plugin:
             self._give_up(CaptureError(why))
             return
         _refuse_resolved_widths()
-        require_captured(self._runner.model, self._layers)
+        if self._layer_hooks is None:
+            require_captured(self._runner.model, self._layers)
         if self._mismatch is not None:
             raise self._mismatch
         if self._ring is None:
@@ -386,16 +412,19 @@ class Plugin:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        captured = aux_hidden_states
+        if self._layer_hooks is not None:
+            captured = self._take_hooked()
         if self._check is not None:
-            self._verify(aux_hidden_states)
+            self._verify(captured)
         if self._silent:
             self._hear(_LOGITS_FORWARD)
         if self._armed:
-            self._states = (hidden_states, aux_hidden_states)
+            self._states = (hidden_states, captured)
         elif self._keeps_graphs and _capturing() and logits_metadata.forward_mode.is_decode():
             size = len(hidden_states)
             # Two graphs of one size could not be told apart later.
-            states = None if size in self._graphs else (hidden_states, aux_hidden_states)
+            states = None if size in self._graphs else (hidden_states, captured)
             self._graphs[size] = states
             self._replayed = None
         return original(
@@ -409,6 +438,14 @@ class Plugin:
             **kwargs,
         )
 
+    def _take_hooked(self) -> Any:
+        """What the hooks on the layers saw in this pass; None when that is not to be trusted."""
+        try:
+            return self._layer_hooks.take()
+        except Exception as e:
+            self._not_captured(e)
+            return None
+
     def _verify(self, captured: Any) -> None:
         """Compare what the model captured with what its layers were given, until one pass shows."""
         try:
@@ -418,10 +455,16 @@ class Plugin:
             logger.info("hstransport: layers %s are those that the model computes with", ids)
         except Exception as e:
             self._check.close()
-            self._mismatch = e if isinstance(e, CaptureError) else CaptureError(f"layers: {e}")
-            if self._tap is not None and not self._armed:
-                self._tap.stop(str(self._mismatch), e)
+            self._not_captured(e)
         self._check = None
+
+    def _not_captured(self, error: Exception) -> None:
+        """States of inner layers are not what they should be: nothing is captured any more."""
+        if self._mismatch is None:
+            told = error if isinstance(error, CaptureError) else CaptureError(f"layers: {error}")
+            self._mismatch = told
+            if self._tap is not None and not self._armed:
+                self._tap.stop(str(told), error)
 
     def process_batch_result(
         self, original: Any, scheduler: Any, batch: Any, *a: Any, **kw: Any
@@ -597,6 +640,23 @@ def _stage_bytes(server_args: Any, info: SessionInfo) -> int:
     if tokens <= 0:
         tokens = int(_resolved(server_args, "max_prefill_tokens") or 16384)
     return min(max(tokens * info.row_bytes, 64 << 20), 1 << 30)
+
+
+def _no_hooks(server_args: Any, device: int | None) -> str:
+    """Why hooks on layers would not see every state whole; empty when they do."""
+    ranks = _resolved(server_args, "tp_size") or 1
+    if ranks != 1:
+        return (
+            f"of {ranks} tensor-parallel ranks a layer may be given only a part of a sum: serve "
+            "with --tp-size 1"
+        )
+    graphs = getattr(_resolved(server_args, "cuda_graph_config"), "prefill", None)
+    if device is not None and getattr(graphs, "backend", "disabled") != "disabled":
+        return (
+            "they do not run when a prefill is replayed from a CUDA graph: add "
+            "--disable-prefill-cuda-graph"
+        )
+    return ""
 
 
 def _current_stream() -> Any:

@@ -16,6 +16,7 @@ import torch
 
 from .capture import split_packed
 from .errors import CaptureError
+from .layer_hooks import Decoder
 from .layers import decoder_of
 
 ROWS = 64
@@ -36,21 +37,29 @@ class _Seen(NamedTuple):
 class LayerCheck:
     """Watches the passes of a model that captures ``layers``, until :meth:`holds` is true.
 
-    ``hidden``: width of a state. Raises CaptureError when the model has no layers to watch.
+    ``hidden``: width of a state. ``hooked``: its decoder, when states are what its layers are given
+    rather than what it hands out. To compare them with a norm's inputs would prove little then (a
+    norm, or a layer, may not use the residual that it is given), so they are compared with what the
+    layer makes of them: what its first part that is no norm is given. Raises CaptureError when the
+    model has no layers to watch.
     """
 
-    def __init__(self, model: Any, layers: Sequence[int], hidden: int) -> None:
-        decoder = decoder_of(model)
-        if decoder is None:
-            name = type(model).__name__
-            raise CaptureError(f"{name} has no layers to compare captured states with")
+    def __init__(
+        self, model: Any, layers: Sequence[int], hidden: int, hooked: Decoder | None = None
+    ) -> None:
+        decoder = hooked or _capturing(model)
         self._layers = tuple(layers)
         self._hidden = hidden
-        self._blocks = [decoder.layers[k] for k in layers]
+        self._hooked = hooked is not None
+        hooks = "" if hooked else "have hooks take them (HSTRANSPORT_LAYERS_BY=hooks), "
+        self._remedy = f"leave the layer out, {hooks}or set"
+        self._blocks = [decoder.blocks[k] for k in layers]
         self._seen: dict[int, _Seen] = {}
-        self._hooks = [decoder.register_forward_pre_hook(lambda *_: self._seen.clear())]
+        self._hooks = [decoder.module.register_forward_pre_hook(lambda *_: self._seen.clear())]
         for k, block in zip(self._layers, self._blocks, strict=True):
             for name, part in block.named_children():
+                if self._hooked and _is_norm(name, part):
+                    continue
                 see = partial(self._see, k, name)
                 self._hooks.append(part.register_forward_pre_hook(see, with_kwargs=True))
 
@@ -70,15 +79,14 @@ class LayerCheck:
             raise CaptureError(f"the model captured {len(states)} layers, {count} were asked")
         seen = dict(self._seen)  # to call a norm, as is done here, is seen too
         for k, block, state in zip(self._layers, self._blocks, states, strict=True):
-            error = _difference(block, seen[k], state)
+            error = _difference(block, seen[k], state, bare=self._hooked)
             if error is None:
                 return False
             if not error <= TOLERANCE:
                 raise CaptureError(
                     f"layer {k}: what {type(block).__name__} {k} was given ({seen[k].part}) and "
                     f"what the model captured differ by {error:.2g} of a row's norm, so what it "
-                    f"captured is not what id {k} means: leave the layer out, or set "
-                    "HSTRANSPORT_LAYERS=final"
+                    f"captured is not what id {k} means: {self._remedy} HSTRANSPORT_LAYERS=final"
                 )
         self.close()
         return True
@@ -106,8 +114,17 @@ class LayerCheck:
         self._seen[k] = _Seen(name, _is_norm(name, part), inputs)
 
 
-def _difference(block: Any, seen: _Seen, state: torch.Tensor) -> float | None:
-    """Largest relative error of a row; None when the pass shows nothing."""
+def _capturing(model: Any) -> Decoder:
+    module = decoder_of(model)
+    if module is None:
+        name = type(model).__name__
+        raise CaptureError(f"{name} has no layers to compare captured states with")
+    return Decoder(module, module.layers)
+
+
+def _difference(block: Any, seen: _Seen, state: torch.Tensor, bare: bool) -> float | None:
+    """Largest relative error of a row; None when the pass shows nothing. ``bare``: the layer may
+    use the state itself, where its norms come last."""
     if not seen.inputs:
         return None
     state = state[:ROWS]
@@ -116,6 +133,7 @@ def _difference(block: Any, seen: _Seen, state: torch.Tensor) -> float | None:
     # The norm ran fused with something else: what follows it was given the state's norm.
     norms = [part for name, part in block.named_children() if _is_norm(name, part)]
     errors = [_error(_normed(norm, state), seen.inputs[0]) for norm in norms]
+    errors += [_error(state, seen.inputs[0])] if bare else []
     known = [e for e in errors if e is not None]
     return min(known) if known else None
 

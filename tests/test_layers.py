@@ -162,7 +162,7 @@ def test_two_decoders_that_capture_are_refused():
 
 
 def test_a_model_without_a_setter_gives_final_only():
-    with pytest.raises(CaptureError, match="CUDA graphs: set HSTRANSPORT_LAYERS=final"):
+    with pytest.raises(CaptureError, match="inner layers: set HSTRANSPORT_LAYERS=final"):
         enable_capture(nn.Identity(), (2,), 6)
     enable_capture(nn.Identity(), (), 6)
 

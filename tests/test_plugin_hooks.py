@@ -359,3 +359,40 @@ def test_states_of_other_layers_in_a_pass_that_nobody_wants_end_capture_too(held
     server.plugin.logits_forward(lambda *a: None, None, None, final, None, None, [final] * 2)
     ((_, end, _),) = let()
     assert end.reason == "aborted" and "layer 2: other" in end.detail
+
+
+def args_of(tp=1, prefill="disabled"):
+    config = SimpleNamespace(prefill=SimpleNamespace(backend=prefill))
+    return SimpleNamespace(tp_size=tp, cuda_graph_config=config)
+
+
+@pytest.mark.parametrize(
+    ("args", "device", "words"),
+    [
+        (args_of(tp=2), None, "Identity has neither .* of 2 tensor-parallel ranks .* --tp-size 1"),
+        (args_of(prefill="full"), 0, "Identity has neither .* add --disable-prefill-cuda-graph"),
+        (args_of(prefill="full"), None, "Identity has 0 lists of 4 layers"),  # a CPU has no graphs
+        (args_of(), 0, "Identity has 0 lists of 4 layers"),
+    ],
+)
+@pytest.mark.parametrize("by", ["auto", "hooks"])
+def test_layers_are_not_hooked_where_a_hook_would_miss_some_of_a_state(args, device, words, by):
+    torch = pytest.importorskip("torch")
+    plugin = Plugin(Settings(layers_by=by))
+    plugin._layers, plugin._device = (2,), device
+    runner = SimpleNamespace(model=torch.nn.Identity(), server_args=args)
+    if by == "hooks":
+        words = words.replace("Identity has neither .* ", "")
+    with pytest.raises(CaptureError, match=words):
+        plugin._switch_on(runner, 4, 16)
+
+
+def test_ids_that_are_no_inner_layers_are_refused_before_hooks():
+    torch = pytest.importorskip("torch")
+    plugin = Plugin(Settings(layers_by="hooks"))
+    plugin._layers = (4,)
+    runner = SimpleNamespace(model=torch.nn.Identity(), server_args=args_of())
+    with pytest.raises(
+        CaptureError, match="layer 4 of Identity cannot be captured: it is the last"
+    ):
+        plugin._switch_on(runner, 4, 16)

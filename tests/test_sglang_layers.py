@@ -4,13 +4,14 @@ import importlib.metadata
 
 import pytest
 from rig.consumer import ConsumerProcess
+from rig.reference import Reference
 from rig.server import ServerDied, SGLangServer
-from rig.states import ask, prompts
+from rig.states import ask, cosines, floats, prompts
 
 pytestmark = pytest.mark.sglang
 
 
-def serve(servers, model, ring_dir, layers):
+def serve(servers, model, ring_dir, layers, by="auto"):
     return servers.get(
         model,
         extra_args=["--enable-return-hidden-states"],
@@ -20,6 +21,7 @@ def serve(servers, model, ring_dir, layers):
             "HSTRANSPORT_RING_BYTES": "16MiB",
             "HSTRANSPORT_REQUESTS": "tagged",
             "HSTRANSPORT_LAYERS": layers,
+            "HSTRANSPORT_LAYERS_BY": by,
         },
     )
 
@@ -46,6 +48,39 @@ def test_a_model_that_captures_without_the_residual_is_not_captured(servers, rin
     log = server.log_text()
     assert "capture stopped, serving goes on: layer 3: what Gemma3DecoderLayer 3" in log
     assert "layers 3 are those" not in log
+
+
+@pytest.mark.parametrize(
+    ("model", "by"),
+    [
+        ("granite", "auto"),  # no setter; residuals are handed on
+        pytest.param("olmo2", "auto", marks=pytest.mark.exhaustive),  # they are not; norms behind
+        # The setter leaves a residual out.
+        pytest.param("gemma3", "hooks", marks=pytest.mark.exhaustive),
+        pytest.param("llama", "hooks", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_hooks_take_the_layers_of_a_model_that_does_not_hand_them_out(
+    servers, model, by, tmp_path, ring_dir, model_dir
+):
+    server = serve(servers, model, ring_dir, "1,3,5,final", by)
+    assert "layers are taken by hooks on" in server.log_text()
+    reference = Reference(model_dir)
+    wanted = {str(i): ids for i, ids in enumerate(prompts(4, seed=24, low=20))}
+    with ConsumerProcess(tmp_path / "s", ring_dir) as consumer:
+        for name, ids in wanted.items():
+            ask(server, name, ids)
+        samples = consumer.wait_for(wanted)
+    for name, ids in wanted.items():
+        sample, (states, _) = samples[name], reference(model, ids)
+        assert sample.state == "whole"
+        for layer in sample.layers:
+            k = -1 if layer == "final" else layer
+            like = cosines(floats(sample[layer]), states[k])
+            assert like.min() >= 0.999, (name, layer, like.min())
+            neighbour = cosines(floats(sample[layer]), states[k - 1])
+            assert (neighbour >= 0.999).mean() < 0.1, (name, layer)
+    assert "layers 1,3,5 are those that the model computes with" in server.log_text()
 
 
 @pytest.mark.exhaustive

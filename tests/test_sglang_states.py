@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from rig.consumer import ConsumerProcess, all_samples
+from rig.reference import Reference
 from rig.server import SGLangServer
 from rig.states import ask, ask_all, cosines, floats, named, returned
 
@@ -120,28 +121,7 @@ def test_states_equal_what_sglang_returns(case, consumer):
 
 @pytest.fixture(scope="module")
 def reference(model_dir):
-    """``reference(model, ids)``: transformers' states ``[n + 1, tokens, hidden]``, lm_head.
-
-    In fp32, so that what differs is SGLang's own rounding and not that of two engines.
-    """
-    import torch
-    import transformers
-
-    loaded = {}
-
-    def states(model, ids):
-        if model not in loaded:
-            loaded.clear()
-            loaded[model] = transformers.AutoModelForCausalLM.from_pretrained(
-                model_dir(model), dtype=torch.float32
-            )
-        net = loaded[model]
-        with torch.no_grad():
-            out = net(torch.tensor([ids]), output_hidden_states=True)
-        head = net.get_output_embeddings().weight.detach().float().numpy()
-        return np.stack([h[0].float().numpy() for h in out.hidden_states]), head
-
-    return states
+    return Reference(model_dir)
 
 
 def sentences(model_dir, count):

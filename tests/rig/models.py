@@ -1,6 +1,6 @@
 """Make the model folders that tests and the demo serve: ``models/{llama,qwen3,dsv3,…}``.
 
-Four have random weights and no tokenizer (6 layers, hidden 64, vocabulary 512, under 1 MB); they
+Six have random weights and no tokenizer (6 layers, hidden 64, vocabulary 512, under 1 MB); they
 are the same bytes every time. SmolLM2-135M-Instruct has real weights and a tokenizer.
 
     PYTHONPATH=tests python -m rig.models [NAME ...]   # default: those that are missing
@@ -53,6 +53,8 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "qwen3": _tiny("qwen3"),
     "dsv3": _tiny("deepseek_v3"),
     "gemma3": _tiny("gemma3"),
+    "granite": _tiny("granite"),
+    "olmo2": _tiny("olmo2"),
     "smollm2": _smollm2,
 }
 

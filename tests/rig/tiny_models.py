@@ -195,9 +195,34 @@ def _gemma3() -> tuple[dict[str, Any], Any]:
     }, w
 
 
+def _granite() -> tuple[dict[str, Any], Any]:
+    """SGLang's has no setter for its inner layers."""
+    config, w = _grouped_query("GraniteForCausalLM", "granite", qk_norm=False)
+    scales = {"attention": 0.25, "embedding": 3.0, "residual": 0.5}
+    return config | {f"{name}_multiplier": x for name, x in scales.items()} | {
+        "logits_scaling": 2.0,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+    }, w
+
+
+def _olmo2() -> tuple[dict[str, Any], Any]:
+    """Norms behind attention and MLP only, no residual handed on, no setter."""
+    config, w = _grouped_query("Olmo2ForCausalLM", "olmo2", qk_norm=False)
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}"
+        del w[f"{layer}.input_layernorm.weight"]
+        w.norm(f"{layer}.post_feedforward_layernorm", HIDDEN)
+        w.norm(f"{layer}.self_attn.q_norm", 4 * 16)
+        w.norm(f"{layer}.self_attn.k_norm", 2 * 16)
+    return config, w
+
+
 _ARCHITECTURES = {
     "llama": _llama,
     "qwen3": _qwen3,
     "deepseek_v3": _deepseek_v3,
     "gemma3": _gemma3,
+    "granite": _granite,
+    "olmo2": _olmo2,
 }
