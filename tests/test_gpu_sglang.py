@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from rig.consumer import ConsumerProcess, all_samples
 from rig.gpu_server import GpuServer
+from rig.server import ServerDied
 from rig.states import ask, ask_all, cosines, floats, returned
 
 from hstransport.cli import main
@@ -208,6 +209,44 @@ def test_an_engine_of_its_own_gives_the_servers_samples(
         assert sample.token_ids.tolist() == theirs[name].token_ids.tolist()
         assert np.array_equal(sample.hidden_states, theirs[name].hidden_states), name
     assert not list(ring_dir.iterdir())
+
+
+def test_hooks_on_layers_take_what_the_model_hands_out(server, consumer, model, ring_dir, tmp_path):
+    """Also in decode graphs, where the sum of state and residual is recorded with the rest."""
+    requests = prompts("hooks-", 4, seed=14, low=20, high=250)
+    env = {
+        "HSTRANSPORT": "1",
+        "HSTRANSPORT_DIR": str(ring_dir),
+        "HSTRANSPORT_RING_BYTES": "256MiB",
+        "HSTRANSPORT_ROWS": "all",
+        "HSTRANSPORT_LAYERS_BY": "hooks",
+    }
+    arguments = [
+        *("--load-format", "auto", "--chunked-prefill-size", str(CHUNK)),
+        *("--mem-fraction-static", "0.2", "--cuda-graph-max-bs-decode", str(LARGEST_GRAPH)),
+    ]
+    options = {"max_running": 16, "max_total_tokens": 32768, "env": env}
+    with pytest.raises(ServerDied, match="--disable-prefill-cuda-graph"):
+        GpuServer(
+            model[0], extra_args=[*arguments, "--cuda-graph-bs-prefill", "64"], **options
+        ).start()
+    arguments.append("--disable-prefill-cuda-graph")
+    hooked = GpuServer(model[0], extra_args=arguments, **options)
+    with hooked, ConsumerProcess(tmp_path / "hooked", ring_dir) as other:
+        for name, ids in requests.items():
+            ask(server, name, ids, max_new_tokens=NEW)
+            ask(hooked, name, ids, max_new_tokens=NEW)
+        mine, theirs = other.wait_for(requests), consumer.wait_for(requests)
+        assert "cuda graph: True" in hooked.log_text()
+    for name in requests:
+        one, two = mine[name], theirs[name]
+        assert (one.state, one.layers) == ("whole", two.layers)
+        # Greedy decoding may part ways where two tokens are as good.
+        same = int((np.cumprod(one.token_ids == two.token_ids)).sum())
+        assert same >= len(requests[name])
+        for layer in one.layers:
+            like = cosines(floats(one[layer])[:same], floats(two[layer])[:same])
+            assert like.min() >= SAME, (name, layer, like.min())
 
 
 def test_a_prompt_of_32k_tokens_in_chunks_of_2048(model, ring_dir, tmp_path):
