@@ -546,6 +546,75 @@ def test_after_a_sync_that_failed_the_shard_gets_no_name_and_all_of_it_is_looked
     finish(script, tmp_path)
 
 
+def test_a_sync_that_fails_beside_a_window_is_not_forgotten_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow disk more is written during one sync than lies between two."""
+    script = long_script(12)
+    monkeypatch.setattr(appender, "SYNC_BYTES", 1000)
+    begun, failing = threading.Event(), threading.Event()
+    real, calls = os.fdatasync, []
+
+    def fail_once(fd: int) -> None:
+        calls.append(fd)
+        if len(calls) > 1:
+            return real(fd)
+        begun.set()
+        assert failing.wait(30)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail_once)
+    writer = DatasetWriter(tmp_path)
+    writer.begin_run(script.info)
+    script.write_window(writer, 0, 19)
+    assert begun.wait(30)
+
+    def fail_now() -> None:
+        failing.set()
+        deadline = time.monotonic() + 30
+        while writer._file and not writer._file.sync_error:
+            assert time.monotonic() < deadline
+
+    writer.begin_window(
+        script.info.run, script.info.rank, 20, 29, script.records[20:30], check=fail_now
+    )
+    writer.finish_window()
+    for end in (writer.finish_shard, writer.close):
+        with pytest.raises(ShardError, match=r"did not reach the disk .*Input/output"):
+            end()
+    assert only_shard(tmp_path).suffix == ".partial"
+
+
+def test_a_sync_that_fails_while_the_writer_is_closed_is_not_trusted_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = long_script(12)
+    monkeypatch.setattr(appender, "SYNC_BYTES", 1000)
+    failing = threading.Event()
+
+    def fail(fd: int) -> None:
+        assert failing.wait(30)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    writer = DatasetWriter(tmp_path)
+    writer.begin_run(script.info)
+    script.write_window(writer, 0, 19)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardIndex, "apply", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            script.write_window(writer, 20, 29)
+    threading.Timer(0.2, failing.set).start()
+    writer.close()
+    assert (tmp_path / ".lock").read_text().split()[1] == "?"
+    monkeypatch.undo()
+    finish(script, tmp_path)
+
+
 def test_the_name_is_given_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     fsync, rename = os.fsync, Path.rename

@@ -104,7 +104,7 @@ class Appender:
 
         What went wrong here the next write says, because the kernel tells of an error only once.
         """
-        idle = self._syncing is None or self._syncing.done()
+        idle = self._syncing is None or (self._syncing.done() and not self.sync_error)
         if idle and self.size - self._synced >= SYNC_BYTES:
             self._synced = self.size
             self._syncing = self._syncs.submit(os.fdatasync, self._fd)

@@ -279,9 +279,9 @@ class DatasetWriter:
         finally:
             self._packer.close()
             if self._file:
+                self._file.close()  # waits for the sync that is under way
                 if self._file.sync_error:
                     self._lock.doubt()
-                self._file.close()
                 self._file = None
             self._lock.close()
 
