@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hstransport_consumer import DatasetWriter, appender, open_shards, plan
+from hstransport_consumer import DatasetWriter, appender, codec, open_shards, plan
+from hstransport_consumer.direct import DirectFile
 from hstransport_consumer.index import ShardIndex
 from hstransport_consumer.verify import verify
 from shard_kit import Script, check, make_info, only_shard, split_frames
@@ -313,6 +315,66 @@ def test_an_interrupt_before_the_index_knows_leaves_the_shard_to_recovery(
     with DatasetWriter(tmp_path) as writer:
         assert writer.next_seq(script.info.run, 0) == 20
     finish(script, tmp_path)
+
+
+def slow(real: Callable[..., Any], interrupts: int, done: list[int]) -> Callable[..., Any]:
+    """``real`` on another thread, while the main thread waits for it and is interrupted."""
+    main = threading.main_thread().ident
+    assert main
+
+    def run(*args: object) -> object:
+        for _ in range(0 if done else interrupts):
+            time.sleep(0.1)
+            signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.1)
+        try:
+            return real(*args)
+        finally:
+            done.append(1)
+
+    return run
+
+
+def test_nobody_packs_on_when_a_window_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller's rows and the buffers are somebody else's by then."""
+    script = long_script(12)
+    done: list[int] = []
+    with DatasetWriter(tmp_path) as writer:
+        writer.begin_run(script.info)
+        script.write_window(writer, 0, 9)
+        with monkeypatch.context() as patch:
+            patch.setattr(codec, "encode_chunk", slow(codec.encode_chunk, 1, done))
+            with pytest.raises(KeyboardInterrupt):
+                script.write_window(writer, 10, 19)
+            assert done
+        script.write(writer, [7] * 100, first=10)
+    check(open_shards(tmp_path), script.samples.values())
+    assert verify(tmp_path).ok
+
+
+def test_nobody_writes_on_when_a_window_was_interrupted_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes behind the cut would stand behind the footer."""
+    script = Script(make_info(hidden=2048))
+    for sid in range(3):
+        script.whole(sid, 400)
+    done: list[int] = []
+    with DatasetWriter(tmp_path) as writer:
+        writer.begin_run(script.info)
+        script.write_window(writer, 0, 2)
+        size = only_shard(tmp_path).stat().st_size
+        with monkeypatch.context() as patch:
+            patch.setattr(DirectFile, "write", slow(DirectFile.write, 3, done))
+            with pytest.raises(KeyboardInterrupt):
+                script.write_window(writer, 3, 8)
+        assert done and only_shard(tmp_path).stat().st_size == size
+    assert verify(tmp_path).ok
+    with DatasetWriter(tmp_path) as writer:
+        script.write(writer, [], first=3)
+    check(open_shards(tmp_path), script.samples.values())
 
 
 def test_after_a_restart_of_the_machine_every_window_is_checked(

@@ -12,6 +12,7 @@ from hstransport.errors import ShardError
 
 from . import directory
 from .direct import Buffer, DirectFile, Piece, write_all
+from .workers import wait_all
 
 SYNC_BYTES = 256 << 20
 """So much is written between two syncs that run beside the writing."""
@@ -195,7 +196,7 @@ class Transaction:
 
     def wait(self) -> None:
         """Until all that was put is written. Raises the first OSError once none is under way."""
-        wait(self._writing)
+        wait_all(self._writing)
         writing, self._writing = self._writing, []
         for future in writing:
             future.result()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 _pools: dict[int, ThreadPoolExecutor] = {}
 os.register_at_fork(after_in_child=_pools.clear)  # threads do not come along
@@ -17,6 +18,16 @@ def default_threads() -> int:
     if multiprocessing.parent_process() is not None:
         return 1
     return len(os.sched_getaffinity(0))
+
+
+def wait_all(futures: Sequence[Future[Any]]) -> None:
+    """Until all are done, however often the caller is interrupted meanwhile: what they work on is
+    somebody else's afterwards. Python's own end would wait for their threads just as long."""
+    try:
+        wait(futures)
+    except BaseException:
+        wait_all(futures)
+        raise
 
 
 def together(work: Callable[[], None], threads: int) -> None:
@@ -39,6 +50,6 @@ def together(work: Callable[[], None], threads: int) -> None:
     finally:
         # What has not begun has nothing left to do: threads are at work for another reader.
         others = [other for other in others if not other.cancel()]
-        wait(others)
+        wait_all(others)
     for other in others:
         other.result()
