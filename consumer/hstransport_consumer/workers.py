@@ -30,10 +30,11 @@ def wait_all(futures: Sequence[Future[Any]]) -> None:
         raise
 
 
-def together(work: Callable[[], None], threads: int) -> None:
+def together(work: Callable[[], None], threads: int, shares: int) -> None:
     """Call ``work``, which takes its share of what there is to do until nothing is left, in so many
-    threads; the caller's is one of them."""
-    if threads < 2:
+    threads, or in fewer when there are fewer shares; the caller's is one of them."""
+    others_due = min(threads, shares) - 1
+    if others_due < 1:
         work()
         return
     pool = _pools.get(threads)
@@ -41,7 +42,7 @@ def together(work: Callable[[], None], threads: int) -> None:
         pool = _pools.setdefault(threads, ThreadPoolExecutor(threads - 1, "hstransport-unpack"))
     others: list[Future[None]] = []
     try:
-        for _ in range(threads - 1):
+        for _ in range(others_due):
             try:
                 others.append(pool.submit(work))
             except RuntimeError:
