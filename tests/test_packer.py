@@ -373,6 +373,37 @@ def test_a_ring_whose_header_is_damaged_does_not_end_the_others(producer, ring_d
     assert "head is 13" in streams.refused[producer.place.path]
 
 
+def test_a_ring_that_is_always_full_does_not_keep_others_waiting(ring_dir, tmp_path):
+    """Its windows alone would keep the packing threads busy."""
+    busy, quiet = Producer(ring_dir, ring_bytes=8 << 20), Producer(ring_dir, rank=1)
+    streams = Streams(ring_dir, None)
+    writer = DatasetWriter(tmp_path)
+    packer = Packer(streams, writer, flush_s=0.0)
+    number = 0
+
+    def step():
+        nonlocal number
+        while busy.ring.capacity_bytes - busy.ring.used_bytes > 1 << 20:
+            busy.sample(f"busy-{number}", 1024)  # a chunk of its own
+            number += 1
+        packer.step(0.0)
+
+    while packer.totals.records < 100:
+        step()
+    for i in range(3):
+        quiet.sample(f"quiet-{i}", 4)
+        for _ in range(4):
+            step()
+        assert not quiet.ring.used_bytes, "it had no turn"
+    busy.close()
+    quiet.close()
+    while not packer.idle:
+        packer.step(0.0)
+    packer.close()
+    writer.close()
+    assert packer.totals.states == {"whole": number + 3}
+
+
 def test_runs_of_other_sessions_stay_open(producer, ring_dir, tmp_path):
     half = producer.start("half", 4)
     first = producer.rows((half, 0, 2))
