@@ -16,11 +16,13 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from hstransport.errors import ShardError
+
 from .directory import PARTIAL, Entry, list_shards, named
 from .format import DatasetMeta
 from .index import id_hash
 from .sample import Sample
-from .shard import PlaneCache, Shard, open_shard, open_unfinished
+from .shard import PlaneCache, Shard, open_shard, open_unfinished, read_uid
 from .states import STATES, State
 from .workers import default_threads
 
@@ -186,8 +188,13 @@ class ShardDataset(Sequence[Sample]):
     def _neighbour(self, uid: bytes) -> Shard:
         if self.path.is_file():
             for entry in list_shards(self.path.parent):
-                other = open_unfinished(entry.path) if entry.partial else open_shard(entry.path)
-                if other and other.header.uid == uid:
+                try:
+                    wanted = read_uid(entry.path) == uid
+                except (ShardError, OSError):
+                    continue  # whatever lies there
+                other = _open_present(entry) if wanted else None
+                if other:
+                    self.info.check_same(other.header.meta, str(self.path))
                     return other
         raise FileNotFoundError(
             f"{self.path}: shard {uid.hex()} holds the beginning of a sample and is not here; "
