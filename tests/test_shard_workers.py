@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -183,6 +184,26 @@ def test_torch_workers_read_the_same_bits(dataset_path: Path, method: str) -> No
         assert states.dtype == torch.bfloat16
         bits = states.view(torch.int16).numpy().view(np.uint16)
         np.testing.assert_array_equal(bits, dataset[sample_id].hidden_states)
+
+
+def test_a_pickled_dataset_has_the_same_samples_by_number(tmp_path: Path) -> None:
+    """Whatever was stored meanwhile; here what was missing of one."""
+    script = Script(make_info())
+    script.start(0, 9, id="again")
+    script.end(0)
+    script.whole(1, 5)
+    with DatasetWriter(tmp_path) as writer:
+        script.write(writer, [])
+    dataset = open_shards(tmp_path, states=None)
+    packed = pickle.dumps(dataset)
+    script.whole(2, 9, id="again")
+    with DatasetWriter(tmp_path) as writer:
+        script.write(writer, [], first=5)
+    assert open_shards(tmp_path, states=None).ids == ["sample-1", "again"]
+    assert pickle.loads(packed).ids == dataset.ids == ["again", "sample-1"]
+    (tmp_path / "shard-000000.zst").unlink()
+    with pytest.raises(FileNotFoundError, match="put them back"):
+        pickle.loads(packed)
 
 
 def test_threads_read_the_same_bits(dataset_path: Path) -> None:

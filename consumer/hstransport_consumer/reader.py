@@ -58,14 +58,26 @@ def _reopen(
     states: Sequence[str] | None,
     partial: bool,
     threads: int | None,
+    uids: Sequence[bytes] | None = None,
 ) -> ShardDataset:
+    """``uids``: of the shards that it is to have, and no others."""
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads}: at least one, or None")
     unknown = [s for s in states or () if s not in STATES]
     if unknown:
         raise ValueError(f"states {unknown} are unknown: choose from {', '.join(STATES)}")
     arguments = (path, layers, None if states is None else tuple(states), partial, threads)
-    dataset = ShardDataset(path, _open_all(path, partial), layers=layers, states=states)
+    shards = _open_all(path, partial)
+    if uids is not None:
+        here = {s.header.uid: s for s in shards}
+        away = [uid.hex() for uid in uids if uid not in here]
+        if away:
+            raise FileNotFoundError(
+                f"{path}: {len(away)} shards of the dataset that was pickled are gone ({away[0]}…): "
+                "put them back, or open it anew"
+            )
+        shards = [here[uid] for uid in uids]
+    dataset = ShardDataset(path, shards, layers=layers, states=states)
     dataset._wanted_threads = threads
     dataset._arguments = arguments
     return dataset
@@ -75,7 +87,7 @@ class ShardDataset(Sequence[Sample]):
     """Samples of a directory, in the order in which they ended.
 
     Indexed by number, by slice or by sample id. May be used in several threads and processes; a
-    pickled dataset is opened again, by its path, where it is unpickled.
+    pickled dataset is opened again, by its path and with the same shards, where it is unpickled.
     """
 
     def __init__(
@@ -102,7 +114,8 @@ class ShardDataset(Sequence[Sample]):
         self._choose(states)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, self._arguments
+        uids = tuple(s.header.uid for s in self.shards if s.tables.windows)  # empty ones may go
+        return _reopen, (*self._arguments, uids)
 
     @property
     def threads(self) -> int:
