@@ -73,8 +73,8 @@ def _reopen(
         away = [uid.hex() for uid in uids if uid not in here]
         if away:
             raise FileNotFoundError(
-                f"{path}: {len(away)} shards of the dataset that was pickled are gone ({away[0]}…): "
-                "put them back, or open it anew"
+                f"{path}: {len(away)} shards that the pickled dataset had are gone "
+                f"({away[0]}, …): put them back, or open it anew"
             )
         shards = [here[uid] for uid in uids]
     dataset = ShardDataset(path, shards, layers=layers, states=states)
