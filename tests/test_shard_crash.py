@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hstransport_consumer import DatasetWriter, appender, codec, open_shards, plan
+from hstransport_consumer import DatasetWriter, appender, codec, directory, open_shards, plan
 from hstransport_consumer.direct import DirectFile
 from hstransport_consumer.index import ShardIndex
 from hstransport_consumer.verify import verify
@@ -691,6 +691,34 @@ def test_the_name_is_given_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert only_shard(tmp_path).suffix == ".partial" and not calls
     writer.close()
     assert calls == ["fsync", "fsync", "rename", "fsync"]  # data, .next; then the directory
+
+
+def test_a_shard_that_has_its_name_is_not_finished_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the disk failed after that: it would get another footer, behind its trailer."""
+    script = Script(make_info())
+    script.whole(1, 4)
+    script.whole(2, 4)
+    writer = DatasetWriter(tmp_path)
+    writer.begin_run(script.info)
+    script.write_window(writer, 0, 2)
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "sync", fail)
+        with pytest.raises(OSError, match="Input/output"):
+            writer.finish_shard()
+    script.write(writer, [], first=3)
+    writer.close()
+    assert [p.name for p in sorted(tmp_path.glob("shard*"))] == [
+        "shard-000000.zst",
+        "shard-000001.zst",
+    ]
+    check(open_shards(tmp_path), script.samples.values())
+    assert verify(tmp_path).ok
 
 
 # Reading what is not finished

@@ -140,7 +140,8 @@ class Appender:
         self.size = size
 
     def finish(self, tail: Sequence[Buffer], path: Path, ready: Callable[[], None]) -> None:
-        """Append the footer, make the file last, and only then give it its name.
+        """Append the footer, make the file last, and only then give it its name, which lasts once
+        the caller has synced the directory.
 
         ``ready`` is called between: when all is on the disk.
         """
@@ -153,7 +154,6 @@ class Appender:
         except (OSError, ShardError):
             self.cut(before)
             raise
-        directory.sync(path.parent)
         self.close()
 
     def discard(self) -> None:

@@ -470,6 +470,7 @@ class DatasetWriter:
                 ready=lambda: self._keep_next(index.header.meta, carry),
             )
             self._file = self._index = None
+            directory.sync(self.directory)
             if self._on_shard:
                 self._on_shard(name)
 
