@@ -214,7 +214,7 @@ static void bind_consumer(nb::module_& m) {
            [](RingReader& r, const nb::bytes& directory) {
              return r.tell_out({directory.c_str(), directory.size()});
            })
-      .def("check_whole", [](const RingReader& r) { r.file().check_whole(); })
+      .def("check_whole", [](const RingReader& r) { r.file().check_whole(true); })
       .def("producer_alive", &RingReader::producer_alive)
       .def("unlink_if_orphaned", &RingReader::unlink_if_orphaned)
       .def("close", &RingReader::close)

@@ -91,6 +91,8 @@ CutGuard::~CutGuard() {
   watched_->begin.store(kNowhere, std::memory_order_release);
 }
 
+void CutGuard::note_cut() { watched_->cut.store(true, std::memory_order_release); }
+
 bool CutGuard::cut() const { return watched_->cut.load(std::memory_order_acquire); }
 
 }  // namespace hst

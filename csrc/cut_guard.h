@@ -23,6 +23,9 @@ class CutGuard {
   CutGuard& operator=(const CutGuard&) = delete;
 
   bool cut() const;
+  // For one who has seen that the file is too short, and met no fault: of the page in which it
+  // ends now the rest is zeros.
+  void note_cut();
 
  private:
   Watched* const watched_;

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <pthread.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -70,6 +71,11 @@ bool LockFile::held_by_other(Role role) const {
   struct flock lock = byte_of(F_WRLCK, role);
   // A failed probe counts as held: nothing irreversible is done to a ring that may have an owner.
   return ::fcntl(fd_, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+}
+
+uint64_t LockFile::bytes() const {
+  struct stat st{};
+  return ::fstat(fd_, &st) == 0 ? static_cast<uint64_t>(st.st_size) : UINT64_MAX;
 }
 
 }  // namespace hst

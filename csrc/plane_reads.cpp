@@ -20,6 +20,14 @@ static bool read_all(int fd, uint8_t* out, size_t size, uint64_t offset) {
   return true;
 }
 
+struct PlaneReads::Leave {
+  PlaneReads& reads;
+  ~Leave() {
+    std::lock_guard<std::mutex> hold(reads.mutex_);
+    if (--reads.at_work_ == 0) reads.idle_.notify_all();
+  }
+};
+
 bool PlaneReads::work(size_t most) {
   for (; most != 0; --most) {
     size_t i;
@@ -29,9 +37,8 @@ bool PlaneReads::work(size_t most) {
       i = next_++;
       ++at_work_;
     }
+    const Leave leave{*this};  // however it ends: close() waits for it
     done_[i] = read(reads_[i]);
-    std::lock_guard<std::mutex> hold(mutex_);
-    if (--at_work_ == 0) idle_.notify_all();
   }
   return true;
 }

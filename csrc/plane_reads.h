@@ -27,7 +27,7 @@ class PlaneReads {
       : reads_(std::move(reads)), hidden_(hidden), stream_(stream), done_(reads_.size()) {}
 
   // Takes one read after another, at most so many; in any number of threads. False when none is
-  // left to be taken.
+  // left to be taken. Throws std::bad_alloc.
   bool work(size_t most);
   // Once nobody is at work: from then on no thread touches a file or a destination, whatever comes.
   void close();
@@ -36,6 +36,8 @@ class PlaneReads {
   std::vector<size_t> left() const;
 
  private:
+  struct Leave;
+
   bool read(const PlaneRead& r) const;
 
   const std::vector<PlaneRead> reads_;

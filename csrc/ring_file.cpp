@@ -37,7 +37,8 @@ std::string RingFile::out() const {
   return std::string(reinterpret_cast<const char*>(map->out()), bytes);
 }
 
-void RingFile::check_whole() const {
+void RingFile::check_whole(bool size_too) const {
+  if (size_too && lock.bytes() < map->bytes()) map->note_cut();
   check(!map->cut(), Fault::kCorrupt, path,
         ": another process has truncated the file, what it held is lost: delete it, and restart "
         "the server");

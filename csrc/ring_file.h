@@ -36,6 +36,7 @@ class Mapping {
   uint64_t bytes() const { return bytes_; }
   // Whether another process has truncated the file, and this one has met that.
   bool cut() const { return guard_->cut(); }
+  void note_cut() { guard_->note_cut(); }
   // Positions only grow; the record at one lies at position % capacity of the data area.
   uint8_t* at(uint64_t position) const { return base_ + header_bytes + position % capacity_bytes; }
   RecordHeader* record(uint64_t position) const {
@@ -74,8 +75,8 @@ struct RingFile {
   // Where the consumer stores what it reads; empty when it has not said so.
   std::string out() const;
   // RingCorruptError if the file was truncated: what was read of it before this call is the file's
-  // only if it passes.
-  void check_whole() const;
+  // only if it passes, with a look at its size, since not every byte that is gone is a fault.
+  void check_whole(bool size_too = false) const;
   // Removes the name if it still is this file's. True: this file has no name any more.
   bool unlink();
 

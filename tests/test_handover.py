@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hstransport_consumer import DatasetWriter, open_shards
+from hstransport_consumer import verify as verify_module
 from hstransport_consumer.directory import handed_over, note_handed_over
 from hstransport_consumer.inspect import inspect
 from hstransport_consumer.shard import open_shard
@@ -314,6 +315,43 @@ def test_verify_excuses_what_was_handed_over_and_nothing_else(parted):
     note_handed_over(directory, first.name, uid)
     report = verify(directory)
     assert report.ok and (report.samples, report.parted) == (3, 1)
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_verify_misses_a_shard_that_nothing_else_needs(tmp_path, gone):
+    script = Script(make_info())
+    for sid in range(3):
+        script.whole(sid, 5)
+    with DatasetWriter(tmp_path, shard_bytes=1) as writer:
+        script.write(writer, [3, 3, 3])
+    path = tmp_path / f"shard-{gone:06d}.zst"
+    uid = open_shard(path).header.uid
+    path.unlink()
+    assert [f.file for f in verify(tmp_path).findings] == [path.name]
+    note_handed_over(tmp_path, path.name, uid)
+    assert verify(tmp_path).ok
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_verify_of_a_directory_whose_shards_are_handed_over_meanwhile(parted, monkeypatch, gone):
+    """Before it comes to it, and after."""
+    _, directory = parted
+    path = directory / f"shard-{gone:06d}.zst"
+    uid = open_shard(path).header.uid
+    real = verify_module.verify_file
+
+    def verify_file(entry, number, *rest):
+        if number == 1:
+            path.unlink()
+        found = real(entry, number, *rest)
+        if number == 2:
+            note_handed_over(directory, path.name, uid)
+        return found
+
+    monkeypatch.setattr(verify_module, "verify_file", verify_file)
+    report = verify(directory)
+    assert report.ok, report.findings
+    assert report.parted or gone == 2
 
 
 def test_reader_and_inspect_of_what_is_left(parted):

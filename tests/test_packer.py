@@ -349,6 +349,61 @@ def test_damaged_ring_is_given_up_and_the_others_go_on(producer, ring_dir, tmp_p
     assert list(streams.refused) == [producer.place.path]
 
 
+def test_a_ring_whose_header_is_damaged_does_not_end_the_others(producer, ring_dir, tmp_path):
+    other = Producer(ring_dir, rank=1)
+    streams = Streams(ring_dir, None)
+    writer = DatasetWriter(tmp_path)
+    packer = Packer(streams, writer, flush_s=0.0)
+    producer.start("open", 4)
+    while producer.ring.used_bytes:
+        packer.step(0.0)
+    with producer.place.path.open("r+b") as f:
+        f.seek(128)
+        f.write((13).to_bytes(8, "little"))  # head
+    states = other.sample("good", 4)
+    other.close()
+    while not packer.idle:
+        packer.step(0.0)
+    packer.close()
+    writer.close()
+    dataset = open_shards(tmp_path, states=None)
+    assert np.array_equal(dataset["good"].hidden_states, states.transpose(1, 0, 2))
+    assert dataset["open"].state == "unfinished"
+    assert producer.place.path.exists(), "left for a person to look at"
+    assert "head is 13" in streams.refused[producer.place.path]
+
+
+def test_a_ring_that_is_always_full_does_not_keep_others_waiting(ring_dir, tmp_path):
+    """Its windows alone would keep the packing threads busy."""
+    busy, quiet = Producer(ring_dir, ring_bytes=8 << 20), Producer(ring_dir, rank=1)
+    streams = Streams(ring_dir, None)
+    writer = DatasetWriter(tmp_path)
+    packer = Packer(streams, writer, flush_s=0.0)
+    number = 0
+
+    def step():
+        nonlocal number
+        while busy.ring.capacity_bytes - busy.ring.used_bytes > 1 << 20:
+            busy.sample(f"busy-{number}", 1024)  # a chunk of its own
+            number += 1
+        packer.step(0.0)
+
+    while packer.totals.records < 100:
+        step()
+    for i in range(3):
+        quiet.sample(f"quiet-{i}", 4)
+        for _ in range(4):
+            step()
+        assert not quiet.ring.used_bytes, "it had no turn"
+    busy.close()
+    quiet.close()
+    while not packer.idle:
+        packer.step(0.0)
+    packer.close()
+    writer.close()
+    assert packer.totals.states == {"whole": number + 3}
+
+
 def test_runs_of_other_sessions_stay_open(producer, ring_dir, tmp_path):
     half = producer.start("half", 4)
     first = producer.rows((half, 0, 2))

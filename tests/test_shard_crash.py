@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hstransport_consumer import DatasetWriter, appender, open_shards, plan
+from hstransport_consumer import DatasetWriter, appender, codec, directory, open_shards, plan
+from hstransport_consumer.direct import DirectFile
 from hstransport_consumer.index import ShardIndex
 from hstransport_consumer.verify import verify
 from shard_kit import Script, check, make_info, only_shard, split_frames
@@ -315,6 +317,66 @@ def test_an_interrupt_before_the_index_knows_leaves_the_shard_to_recovery(
     finish(script, tmp_path)
 
 
+def slow(real: Callable[..., Any], interrupts: int, done: list[int]) -> Callable[..., Any]:
+    """``real`` on another thread, while the main thread waits for it and is interrupted."""
+    main = threading.main_thread().ident
+    assert main
+
+    def run(*args: object) -> object:
+        for _ in range(0 if done else interrupts):
+            time.sleep(0.1)
+            signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.1)
+        try:
+            return real(*args)
+        finally:
+            done.append(1)
+
+    return run
+
+
+def test_nobody_packs_on_when_a_window_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller's rows and the buffers are somebody else's by then."""
+    script = long_script(12)
+    done: list[int] = []
+    with DatasetWriter(tmp_path) as writer:
+        writer.begin_run(script.info)
+        script.write_window(writer, 0, 9)
+        with monkeypatch.context() as patch:
+            patch.setattr(codec, "encode_chunk", slow(codec.encode_chunk, 1, done))
+            with pytest.raises(KeyboardInterrupt):
+                script.write_window(writer, 10, 19)
+            assert done
+        script.write(writer, [7] * 100, first=10)
+    check(open_shards(tmp_path), script.samples.values())
+    assert verify(tmp_path).ok
+
+
+def test_nobody_writes_on_when_a_window_was_interrupted_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes behind the cut would stand behind the footer."""
+    script = Script(make_info(hidden=2048))
+    for sid in range(3):
+        script.whole(sid, 400)
+    done: list[int] = []
+    with DatasetWriter(tmp_path) as writer:
+        writer.begin_run(script.info)
+        script.write_window(writer, 0, 2)
+        size = only_shard(tmp_path).stat().st_size
+        with monkeypatch.context() as patch:
+            patch.setattr(DirectFile, "write", slow(DirectFile.write, 3, done))
+            with pytest.raises(KeyboardInterrupt):
+                script.write_window(writer, 3, 8)
+        assert done and only_shard(tmp_path).stat().st_size == size
+    assert verify(tmp_path).ok
+    with DatasetWriter(tmp_path) as writer:
+        script.write(writer, [], first=3)
+    check(open_shards(tmp_path), script.samples.values())
+
+
 def test_after_a_restart_of_the_machine_every_window_is_checked(
     written: tuple[Script, Path], died: Copy
 ) -> None:
@@ -486,9 +548,11 @@ def test_a_machine_durable_window_is_synced(
         synced.clear()
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_the_disk_works_beside_the_writer_and_its_errors_end_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """No room in a sync is no full disk to wait for: what it was to write has left the ring."""
     script = long_script(12)
     monkeypatch.setattr(appender, "SYNC_BYTES", 1000)
     threads = []
@@ -505,11 +569,11 @@ def test_the_disk_works_beside_the_writer_and_its_errors_end_it(
     check(open_shards(tmp_path / "good"), script.samples.values())
 
     def fail(fd: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "fdatasync", fail)
     writer = DatasetWriter(tmp_path / "bad")
-    with pytest.raises(ShardError, match=r"did not reach the disk .*Input/output"):
+    with pytest.raises(ShardError, match=rf"did not reach the disk .*{os.strerror(code)}"):
         script.write(writer, [5] * 100)
         writer.finish_shard()
     monkeypatch.undo()  # the disk works again, and what it has forgotten stays forgotten
@@ -546,6 +610,75 @@ def test_after_a_sync_that_failed_the_shard_gets_no_name_and_all_of_it_is_looked
     finish(script, tmp_path)
 
 
+def test_a_sync_that_fails_beside_a_window_is_not_forgotten_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow disk more is written during one sync than lies between two."""
+    script = long_script(12)
+    monkeypatch.setattr(appender, "SYNC_BYTES", 1000)
+    begun, failing = threading.Event(), threading.Event()
+    real, calls = os.fdatasync, []
+
+    def fail_once(fd: int) -> None:
+        calls.append(fd)
+        if len(calls) > 1:
+            return real(fd)
+        begun.set()
+        assert failing.wait(30)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail_once)
+    writer = DatasetWriter(tmp_path)
+    writer.begin_run(script.info)
+    script.write_window(writer, 0, 19)
+    assert begun.wait(30)
+
+    def fail_now() -> None:
+        failing.set()
+        deadline = time.monotonic() + 30
+        while writer._file and not writer._file.sync_error:
+            assert time.monotonic() < deadline
+
+    writer.begin_window(
+        script.info.run, script.info.rank, 20, 29, script.records[20:30], check=fail_now
+    )
+    writer.finish_window()
+    for end in (writer.finish_shard, writer.close):
+        with pytest.raises(ShardError, match=r"did not reach the disk .*Input/output"):
+            end()
+    assert only_shard(tmp_path).suffix == ".partial"
+
+
+def test_a_sync_that_fails_while_the_writer_is_closed_is_not_trusted_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = long_script(12)
+    monkeypatch.setattr(appender, "SYNC_BYTES", 1000)
+    failing = threading.Event()
+
+    def fail(fd: int) -> None:
+        assert failing.wait(30)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fdatasync", fail)
+    writer = DatasetWriter(tmp_path)
+    writer.begin_run(script.info)
+    script.write_window(writer, 0, 19)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardIndex, "apply", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            script.write_window(writer, 20, 29)
+    threading.Timer(0.2, failing.set).start()
+    writer.close()
+    assert (tmp_path / ".lock").read_text().split()[1] == "?"
+    monkeypatch.undo()
+    finish(script, tmp_path)
+
+
 def test_the_name_is_given_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     fsync, rename = os.fsync, Path.rename
@@ -558,6 +691,34 @@ def test_the_name_is_given_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert only_shard(tmp_path).suffix == ".partial" and not calls
     writer.close()
     assert calls == ["fsync", "fsync", "rename", "fsync"]  # data, .next; then the directory
+
+
+def test_a_shard_that_has_its_name_is_not_finished_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the disk failed after that: it would get another footer, behind its trailer."""
+    script = Script(make_info())
+    script.whole(1, 4)
+    script.whole(2, 4)
+    writer = DatasetWriter(tmp_path)
+    writer.begin_run(script.info)
+    script.write_window(writer, 0, 2)
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "sync", fail)
+        with pytest.raises(OSError, match="Input/output"):
+            writer.finish_shard()
+    script.write(writer, [], first=3)
+    writer.close()
+    assert [p.name for p in sorted(tmp_path.glob("shard*"))] == [
+        "shard-000000.zst",
+        "shard-000001.zst",
+    ]
+    check(open_shards(tmp_path), script.samples.values())
+    assert verify(tmp_path).ok
 
 
 # Reading what is not finished
@@ -608,7 +769,10 @@ def test_one_file_finds_its_neighbours(written: tuple[Script, Path], died: Copy)
     script, _ = written
     directory = died()
     finish(script, directory)
-    dataset = open_shards(max(directory.glob("shard-*")))
+    first, path = sorted(directory.glob("shard-*"))
+    first.rename(directory / "shard-000099.zst")
+    first.write_bytes(b"what else may lie there")
+    dataset = open_shards(path)
     assert any(len({p.shard for p in s.stored}) > 1 for s in dataset)
     expected = {s.id: s for s in script.samples.values()}
     check(dataset, [expected[i] for i in dataset.ids])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -86,6 +87,42 @@ while hits < 60:
     assert done.returncode == 0, done.stderr.decode()[-3000:]
 
 
+def test_a_read_that_gets_no_memory_is_over() -> None:
+    """And whoever waits until nobody is at work does not wait for ever."""
+    code = """
+import os, resource
+import numpy as np
+from hstransport import _core
+bias, out = np.zeros(64, np.uint8), np.zeros((4, 64), np.uint16)
+place = [os.open("/dev/zero", os.O_RDONLY), 0, 3 << 30, 3 << 30]
+place += [bias.ctypes.data, out.ctypes.data, 4, 128]
+resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+reads = _core.PlaneReads(np.array([place], np.uint64), 64, False, [bias, out])
+try:
+    with reads:
+        reads.work(1)
+except MemoryError:
+    print(reads.left())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert done.stdout == b"[0]\n", done.stderr.decode()[-3000:]
+
+
+def test_reads_of_any_size_share_their_threads(
+    large: tuple[Path, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that a process has started stay."""
+    path, states = large
+    monkeypatch.setattr(workers, "_pools", {})
+    before = set(threading.enumerate())
+    sample = open_shards(path, threads=7)[0]
+    for stop in (500, 1000, 2000):
+        for layers in (slice(1), slice(2), slice(None)):
+            got = sample.read(0, stop, layers=sample.layers[layers])
+            np.testing.assert_array_equal(got, states[:stop, layers])
+    assert 0 < len(set(threading.enumerate()) - before) < 7
+
+
 def test_a_fork_of_a_loader_reads_with_one_thread(dataset_path: Path) -> None:
     dataset = open_shards(dataset_path)
     assert dataset.threads == len(os.sched_getaffinity(0))
@@ -147,6 +184,26 @@ def test_torch_workers_read_the_same_bits(dataset_path: Path, method: str) -> No
         assert states.dtype == torch.bfloat16
         bits = states.view(torch.int16).numpy().view(np.uint16)
         np.testing.assert_array_equal(bits, dataset[sample_id].hidden_states)
+
+
+def test_a_pickled_dataset_has_the_same_samples_by_number(tmp_path: Path) -> None:
+    """Whatever was stored meanwhile; here what was missing of one."""
+    script = Script(make_info())
+    script.start(0, 9, id="again")
+    script.end(0)
+    script.whole(1, 5)
+    with DatasetWriter(tmp_path) as writer:
+        script.write(writer, [])
+    dataset = open_shards(tmp_path, states=None)
+    packed = pickle.dumps(dataset)
+    script.whole(2, 9, id="again")
+    with DatasetWriter(tmp_path) as writer:
+        script.write(writer, [], first=5)
+    assert open_shards(tmp_path, states=None).ids == ["sample-1", "again"]
+    assert pickle.loads(packed).ids == dataset.ids == ["again", "sample-1"]
+    (tmp_path / "shard-000000.zst").unlink()
+    with pytest.raises(FileNotFoundError, match="put them back"):
+        pickle.loads(packed)
 
 
 def test_threads_read_the_same_bits(dataset_path: Path) -> None:

@@ -12,6 +12,7 @@ from hstransport.errors import ShardError
 
 from . import directory
 from .direct import Buffer, DirectFile, Piece, write_all
+from .workers import wait_all
 
 SYNC_BYTES = 256 << 20
 """So much is written between two syncs that run beside the writing."""
@@ -104,7 +105,7 @@ class Appender:
 
         What went wrong here the next write says, because the kernel tells of an error only once.
         """
-        idle = self._syncing is None or self._syncing.done()
+        idle = self._syncing is None or (self._syncing.done() and not self.sync_error)
         if idle and self.size - self._synced >= SYNC_BYTES:
             self._synced = self.size
             self._syncing = self._syncs.submit(os.fdatasync, self._fd)
@@ -139,7 +140,8 @@ class Appender:
         self.size = size
 
     def finish(self, tail: Sequence[Buffer], path: Path, ready: Callable[[], None]) -> None:
-        """Append the footer, make the file last, and only then give it its name.
+        """Append the footer, make the file last, and only then give it its name, which lasts once
+        the caller has synced the directory.
 
         ``ready`` is called between: when all is on the disk.
         """
@@ -152,7 +154,6 @@ class Appender:
         except (OSError, ShardError):
             self.cut(before)
             raise
-        directory.sync(path.parent)
         self.close()
 
     def discard(self) -> None:
@@ -195,7 +196,7 @@ class Transaction:
 
     def wait(self) -> None:
         """Until all that was put is written. Raises the first OSError once none is under way."""
-        wait(self._writing)
+        wait_all(self._writing)
         writing, self._writing = self._writing, []
         for future in writing:
             future.result()

@@ -154,13 +154,38 @@ def note_handed_over(directory: Path, name: str, uid: bytes) -> None:
 
 def handed_over(directory: Path) -> set[bytes]:
     """The uids of the shards that were handed over."""
+    return {uid for _, uid in _handed_over(directory)}
+
+
+def handed_numbers(directory: Path) -> set[int]:
+    """Their numbers."""
+    entries = (entry_of(Path(name)) for name, _ in _handed_over(directory))
+    return {entry.number for entry in entries if entry}
+
+
+def _handed_over(directory: Path) -> list[tuple[str, bytes]]:
+    """Name and uid of each."""
     try:
         with open(open_file(directory / HANDED_OVER), errors="replace") as file:
             lines = file.read().splitlines()
     except FileNotFoundError:
-        return set()
-    found = (re.fullmatch(r"\S+ ([0-9a-f]{32})", line) for line in lines)
-    return {bytes.fromhex(match[1]) for match in found if match}
+        return []
+    found = (re.fullmatch(r"(\S+) ([0-9a-f]{32})", line) for line in lines)
+    return [(match[1], bytes.fromhex(match[2])) for match in found if match]
+
+
+class HandedOver:
+    """The shards that were handed over, by name and by uid. A consumer may hand over more at any
+    time, so what is not known yet is looked for again."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._known: set[str | bytes] = set()
+
+    def __contains__(self, name_or_uid: object) -> bool:
+        if name_or_uid not in self._known:
+            self._known = {key for pair in _handed_over(self._directory) for key in pair}
+        return name_or_uid in self._known
 
 
 def boot_id() -> str:

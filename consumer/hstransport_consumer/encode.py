@@ -18,6 +18,7 @@ from .format import pack_frame, pack_map
 from .index import BiasRecord, ChunkRecord, EndRecord, Item, Part, StartRecord, WindowRecord
 from .plan import ChunkPlan, WindowPlan
 from .progress import pack_parts
+from .workers import wait_all
 
 Metadata = tuple[bytes, BiasRecord | StartRecord | EndRecord]
 """A metadata frame, and the record of it with its offset still to be filled in."""
@@ -66,13 +67,10 @@ class Packer:
         while not self._ahead:  # all buffers are being written
             self._take_back(wait_for_one=True)
             self._start()
-        future, buffer = self._ahead.popleft()
-        try:
-            packed = future.result()
-            write = out.put_by(self._writer, head(packed, out.end), packed.data)
-        except BaseException:
-            self._free.append(buffer)
-            raise
+        future, buffer = self._ahead[0]
+        packed = future.result()  # interrupted, it is still at work: for `forget` to wait for
+        write = out.put_by(self._writer, head(packed, out.end), packed.data)
+        self._ahead.popleft()
         self._writing.append((write, buffer))
         self._start()
         return packed
@@ -89,11 +87,13 @@ class Packer:
         self._waiting.clear()
         for future, _ in self._ahead:
             future.cancel()
-        wait([future for future, _ in self._ahead])
-        wait([future for future, _ in self._writing])
-        self._free += [buffer for _, buffer in [*self._ahead, *self._writing]]
-        self._ahead.clear()
-        self._writing.clear()
+        under_way: list[tuple[Future[Any], codec.FrameBuffer]] = [*self._ahead, *self._writing]
+        try:
+            wait_all([future for future, _ in under_way])
+        finally:
+            self._free += [buffer for _, buffer in under_way]
+            self._ahead.clear()
+            self._writing.clear()
 
     def close(self) -> None:
         self.forget()

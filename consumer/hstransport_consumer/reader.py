@@ -16,11 +16,13 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from hstransport.errors import ShardError
+
 from .directory import PARTIAL, Entry, list_shards, named
 from .format import DatasetMeta
 from .index import id_hash
 from .sample import Sample
-from .shard import PlaneCache, Shard, open_shard, open_unfinished
+from .shard import PlaneCache, Shard, open_shard, open_unfinished, read_uid
 from .states import STATES, State
 from .workers import default_threads
 
@@ -56,14 +58,26 @@ def _reopen(
     states: Sequence[str] | None,
     partial: bool,
     threads: int | None,
+    uids: Sequence[bytes] | None = None,
 ) -> ShardDataset:
+    """``uids``: of the shards that it is to have, and no others."""
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads}: at least one, or None")
     unknown = [s for s in states or () if s not in STATES]
     if unknown:
         raise ValueError(f"states {unknown} are unknown: choose from {', '.join(STATES)}")
     arguments = (path, layers, None if states is None else tuple(states), partial, threads)
-    dataset = ShardDataset(path, _open_all(path, partial), layers=layers, states=states)
+    shards = _open_all(path, partial)
+    if uids is not None:
+        here = {s.header.uid: s for s in shards}
+        away = [uid.hex() for uid in uids if uid not in here]
+        if away:
+            raise FileNotFoundError(
+                f"{path}: {len(away)} shards that the pickled dataset had are gone "
+                f"({away[0]}, …): put them back, or open it anew"
+            )
+        shards = [here[uid] for uid in uids]
+    dataset = ShardDataset(path, shards, layers=layers, states=states)
     dataset._wanted_threads = threads
     dataset._arguments = arguments
     return dataset
@@ -73,7 +87,7 @@ class ShardDataset(Sequence[Sample]):
     """Samples of a directory, in the order in which they ended.
 
     Indexed by number, by slice or by sample id. May be used in several threads and processes; a
-    pickled dataset is opened again, by its path, where it is unpickled.
+    pickled dataset is opened again, by its path and with the same shards, where it is unpickled.
     """
 
     def __init__(
@@ -100,7 +114,8 @@ class ShardDataset(Sequence[Sample]):
         self._choose(states)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, self._arguments
+        uids = tuple(s.header.uid for s in self.shards if s.tables.windows)  # empty ones may go
+        return _reopen, (*self._arguments, uids)
 
     @property
     def threads(self) -> int:
@@ -186,8 +201,13 @@ class ShardDataset(Sequence[Sample]):
     def _neighbour(self, uid: bytes) -> Shard:
         if self.path.is_file():
             for entry in list_shards(self.path.parent):
-                other = open_unfinished(entry.path) if entry.partial else open_shard(entry.path)
-                if other and other.header.uid == uid:
+                try:
+                    wanted = read_uid(entry.path) == uid
+                except (ShardError, OSError):
+                    continue  # whatever lies there
+                other = _open_present(entry) if wanted else None
+                if other:
+                    self.info.check_same(other.header.meta, str(self.path))
                     return other
         raise FileNotFoundError(
             f"{self.path}: shard {uid.hex()} holds the beginning of a sample and is not here; "

@@ -66,7 +66,7 @@ def look(directory: Path, *, trust_kernel: bool) -> Found:
             "move what does not belong here out of the directory"
         )
     found = Found(next_number=entries[-1].number + 1 if entries else 0)
-    due = _read_next(directory)
+    due = read_next(directory)
     if due:
         found.kept_number = due.header.number
         found.next_number = max(found.next_number, due.header.number)
@@ -147,7 +147,8 @@ def _accept(done: Unfinished, record: Record, fd: int, path: Path, check: bool) 
     done.end = record.end
 
 
-def _read_next(directory: Path) -> Head | None:
+def read_next(directory: Path) -> Head | None:
+    """What the next shard is to begin with, if a writer has noted it."""
     path = directory / NEXT
     try:
         with opened(path) as fd:

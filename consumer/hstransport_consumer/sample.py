@@ -221,7 +221,7 @@ class Sample:
                 for r in left:  # shared: a step of a list's iterator is whole under the GIL
                     self._words(r.part, r.fd, r.plane, r.out)
 
-            together(work, self._threads(large, len(reads)))
+            together(work, self._threads(large), len(reads))
         return out
 
     def _read_whole(self, reads: Sequence[_Read], large: bool) -> Iterator[_Read]:
@@ -246,11 +246,11 @@ class Sample:
                 pass  # an interrupt is heard between two steps
 
         with native:  # at its end nobody touches `out` any more, however it ends
-            together(work, self._threads(large, len(reads)))
+            together(work, self._threads(large), len(reads))
         return (reads[i] for i in native.left())
 
-    def _threads(self, large: bool, most: int) -> int:
-        return min(self._dataset.threads, most) if large else 1
+    def _threads(self, large: bool) -> int:
+        return self._dataset.threads if large else 1
 
     def to(
         self,

@@ -387,6 +387,7 @@ class Consumer:
                     if assembler.lost > lost:
                         self.skipped["lost"] = self.skipped.get("lost", 0) + 1
                     if sample is not None:
+                        stream.reader.check_whole()  # what was copied out of the ring counts
                         yield sample
                 elif stream.ended():
                     yield from assembler.finish()

@@ -114,7 +114,10 @@ class RingStream:
     def close(self) -> bool:
         """Let go of the ring; True when it was drained, its producer gone, and it was removed."""
         self._seldom.close()
-        removed = self._reader.unlink_if_orphaned()
+        try:
+            removed = self._reader.unlink_if_orphaned()
+        except RingError:  # its header is damaged: left for a person to look at
+            removed = False
         if removed:
             self.place.socket.unlink(missing_ok=True)
         self._reader.close()

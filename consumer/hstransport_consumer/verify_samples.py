@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
+from pathlib import Path
 
 import numpy as np
 
@@ -28,15 +29,16 @@ def verify_sample(
     row: int,
     walked: Mapping[bytes, Walked],
     owners: Owners,
-    away: Container[bytes] | None,
+    away: Container[bytes | str] | None,
     report: VerifyReport,
 ) -> None:
     """Note what is wrong with the sample of a shard's ``row``.
 
-    ``away``: uids of shards that need not be here; None: any but the sample's own.
+    ``away``: uids and names of shards that need not be here; None: any but the sample's own.
     """
     sample = Sample(dataset, shard, row)
     report.samples += 1
+    excused: set[bytes] = set()
     try:
         report.whole += sample.state == State.WHOLE
         absent = sample.absent
@@ -48,7 +50,12 @@ def verify_sample(
         # Rows that are not there cannot be looked at.
         for what in wrong or _problems(sample, shard, row, walked, excused):
             report.note(shard.path, what, sample.id)
-    except (HsTransportError, FileNotFoundError, UnicodeDecodeError) as e:
+    except FileNotFoundError as e:
+        if away is not None and e.filename and Path(e.filename).name in away:
+            report.parted += not excused  # it was taken away since its frames were verified
+        else:
+            report.note(shard.path, str(e), f"#{row}")
+    except (HsTransportError, UnicodeDecodeError) as e:
         report.note(shard.path, str(e), f"#{row}")
 
 

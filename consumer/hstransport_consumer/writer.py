@@ -279,9 +279,9 @@ class DatasetWriter:
         finally:
             self._packer.close()
             if self._file:
+                self._file.close()  # waits for the sync that is under way
                 if self._file.sync_error:
                     self._lock.doubt()
-                self._file.close()
                 self._file = None
             self._lock.close()
 
@@ -470,6 +470,7 @@ class DatasetWriter:
                 ready=lambda: self._keep_next(index.header.meta, carry),
             )
             self._file = self._index = None
+            directory.sync(self.directory)
             if self._on_shard:
                 self._on_shard(name)
 
