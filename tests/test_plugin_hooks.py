@@ -18,7 +18,8 @@ from hstransport.errors import CaptureError
 from hstransport.follower import Follower
 from hstransport.ring import RingReader
 from hstransport.settings import Selection, Settings
-from hstransport.sglang_plugin import Plugin, _Request
+from hstransport.sglang.plugin import Plugin
+from hstransport.sglang.request import SGLangRequest
 from hstransport.tap import Tap
 
 
@@ -72,7 +73,7 @@ class Server:
         self.producer = producer
         self.plugin = Plugin(Settings(rows="all"))
         recorder, selection = producer.exporter.recorder, Selection()
-        follower = Follower(producer.info, recorder, _Request, selection=selection)
+        follower = Follower(producer.info, recorder, SGLangRequest, selection=selection)
         self.plugin._tap = Tap(producer.info, producer.exporter, follower)
         self.runner = self.plugin._runner = object()
         self.scheduler = SimpleNamespace(waiting_queue=[])
@@ -192,7 +193,7 @@ class Graphs:
         self._static = {n: np.zeros((3, n, HIDDEN), np.uint16) for n in sizes}
         for n, (*layers, final) in self._static.items():
             # What logits_forward finds while SGLang captures the graph.
-            plugin._graphs[n] = (FakeArray(final), [FakeArray(p) for p in layers])
+            plugin._graphs.captured(n, (FakeArray(final), [FakeArray(p) for p in layers]))
 
     def replay(self, size, values):
         self.bs = size
