@@ -278,12 +278,12 @@ class Sample:
         layers: Sequence[int | str] | None = None,
     ) -> Any:
         """As :meth:`to`, joined on any ``device``."""
-        from .upload import Rows, upload
+        from .upload import PackedRows, upload
 
         parts, planes, shape = self._plan(start, stop, layers)
         tables = [self._bias(p) for p in parts]
         rows = (
-            Rows(p.at, p.rows, i, bias, plane, partial(self._bytes_into, p, plane))
+            PackedRows(p.at, p.rows, i, bias, plane, partial(self._bytes_into, p, plane))
             for i, plane in enumerate(planes)
             for p, bias in zip(parts, tables, strict=True)
         )

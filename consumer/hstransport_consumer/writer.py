@@ -27,12 +27,12 @@ from . import codec, directory
 from . import format as fmt
 from .appender import Appender
 from .bias import ENOUGH_ROWS, BiasEstimate
-from .encode import Bias, Packer, write_window
+from .carry import pack_carry
+from .encode import Bias, ChunkPacker, write_window
 from .format import DatasetMeta, Header, frame_of, pack_map
 from .index import RunRecord, RunState, ShardIndex, WindowRecord
 from .plan import Entry, Known, Touched, WindowPlan, plan_window
 from .prefixes import Prefixes
-from .progress import pack_progress
 from .recover import look, reopen
 from .results import Ended, WindowResult
 from .states import Coverage, State
@@ -112,10 +112,10 @@ class DatasetWriter:
         self._index = found.unfinished.index if found.unfinished else None
         self._next_number = found.next_number
         self._meta = found.meta
-        self._progress = found.progress
+        self._carry = found.carry
         self._estimate = found.estimate
-        self._packer = Packer(threads)
-        self._prefixes = Prefixes(self.directory, found.progress)
+        self._packer = ChunkPacker(threads)
+        self._prefixes = Prefixes(self.directory, found.carry)
         if self._index:
             header = self._index.header
             self._prefixes.begin_shard(header.uid, header.number)
@@ -126,7 +126,7 @@ class DatasetWriter:
             # Written by a release without .next, or copied without hidden files. From now on its
             # shards may be taken away.
             try:
-                self._keep_next(self._meta, pack_progress(self._progress))
+                self._keep_next(self._meta, pack_carry(self._carry))
             except BaseException:
                 self._lock.close()
                 raise
@@ -146,16 +146,16 @@ class DatasetWriter:
         if self._meta is None:
             self._meta = meta
         self._meta.check_same(meta, str(self.directory))
-        self._progress.setdefault((info.run, info.rank), RunState(info))
+        self._carry.setdefault((info.run, info.rank), RunState(info))
 
     def next_seq(self, run: str, rank: int) -> int:
         """The first record of the run that is not stored yet."""
-        state = self._progress.get((run, rank))
+        state = self._carry.get((run, rank))
         return state.next_seq if state else 0
 
     def open_runs(self) -> list[SessionInfo]:
         """The runs that have samples without an end."""
-        return [run.info for run in self._progress.values() if run.open]
+        return [run.info for run in self._carry.values() if run.open]
 
     def write_window(
         self,
@@ -244,7 +244,7 @@ class DatasetWriter:
         Returns them. Their ``tokens`` is what their rows reach to.
         """
         self._check_idle()
-        state = self._progress.get((run, rank))
+        state = self._carry.get((run, rank))
         if state is None or not state.open:
             self._prefixes.end_run((run, rank))
             return []
@@ -286,7 +286,7 @@ class DatasetWriter:
             self._lock.close()
 
     def _run(self, run: str, rank: int) -> RunState:
-        state = self._progress.get((run, rank))
+        state = self._carry.get((run, rank))
         if state is None:
             raise ValueError(f"run {run} rank {rank} was not announced: call begin_run first")
         return state
@@ -435,10 +435,10 @@ class DatasetWriter:
             self._finish()
         assert self._meta is not None
         header = Header(new_uid(), self._next_number, self._meta)
-        head = self._head(header, pack_progress(self._progress))
+        head = self._head(header, pack_carry(self._carry))
         path = directory.partial_path(self.directory, self._next_number)
         self._file = Appender.create(path, head, durable=self._durable)
-        self._index = ShardIndex(header, self._progress)
+        self._index = ShardIndex(header, self._carry)
         self._prefixes.begin_shard(header.uid, header.number)
         self._next_number += 1
         return self._file, self._index
@@ -460,7 +460,7 @@ class DatasetWriter:
             self._next_number -= 1
             self._file = self._index = None
         else:
-            carry = pack_progress(self._progress)
+            carry = pack_carry(self._carry)
             tail = footer_of(index, carry, file.size)
             name = directory.shard_path(self.directory, index.header.number)
             # From its name on the shard may be taken away: what is to be known of it comes first.
