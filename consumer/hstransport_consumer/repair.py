@@ -18,13 +18,13 @@ from hstransport.errors import CorruptShardError, ShardError
 from . import directory
 from . import format as fmt
 from .carry import pack_carry
+from .chain import footer_of
 from .directory import PARTIAL, Entry
 from .findings import VerifyReport
 from .format import pread
 from .recover import Unfinished, read_unfinished
 from .shard import open_shard
 from .verify_frames import verify_file
-from .writer import footer_of
 
 DAMAGED = ".damaged"
 _NEW = ".repair"
