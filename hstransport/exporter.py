@@ -20,9 +20,10 @@ from ._core import Planes
 from .channel import Publisher
 from .copyout import Copier, GatheredRows, GatheredSteps, HostCopier, RowRange
 from .errors import CaptureError, ConfigError, HsTransportError
-from .protocol import Label, SessionInfo, TokenIds
+from .protocol import SessionInfo, TokenIds
 from .recorder import OpenSample, Recorder, RowSpan
 from .ring import RingWriter
+from .tags import Label
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ from .protocol import (
     MAX_META_BYTES,
     ROWS,
     End,
-    Label,
     Message,
     Rows,
     Segment,
@@ -35,6 +34,7 @@ from .protocol import (
 )
 from .ring import Reservation, RingWriter
 from .seldom import Seldom
+from .tags import Label
 
 logger = logging.getLogger(__name__)
 

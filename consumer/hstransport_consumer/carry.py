@@ -11,7 +11,8 @@ import msgpack
 import numpy as np
 
 from hstransport.errors import ProtocolError
-from hstransport.protocol import MAX_ID_BYTES, pack_info, unpack_info
+from hstransport.protocol import pack_info, unpack_info
+from hstransport.tags import MAX_ID_BYTES
 
 from .format import MAX_SHARDS, MAX_TOKENS, Frame
 from .index import Carry, OpenSample, Part, RunState

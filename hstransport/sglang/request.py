@@ -77,7 +77,7 @@ class SGLangRequest:
 
 
 def tags_of(req: Any) -> dict[str, Any]:
-    """What its client says about its sample; see hstransport.protocol for the names."""
+    """What its client says about its sample; see hstransport.tags for the names."""
     params = req.sampling_params.custom_params
     return params if isinstance(params, dict) else {}
 
