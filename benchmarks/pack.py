@@ -31,7 +31,7 @@ import zstandard
 from common import DATA, SHM, card, finish, median_ratio, parser, rounds
 from hstransport_consumer import DatasetWriter, codec, open_shards
 from hstransport_consumer.direct import DirectFile, Piece
-from hstransport_consumer.packer import Packer
+from hstransport_consumer.packer import RingPacker
 from hstransport_consumer.stream import RingStream, Streams
 from rig.producer import Producer
 from states import MODELS, States, real, synthetic
@@ -143,7 +143,7 @@ class Consume:
 
     def __init__(self, rings: Path, out: Path, threads: int) -> None:
         self._writer = DatasetWriter(out, threads=threads)
-        self._packer = Packer(Streams(rings, SESSION), self._writer)
+        self._packer = RingPacker(Streams(rings, SESSION), self._writer)
 
     def empty(self) -> None:
         self._packer.step()

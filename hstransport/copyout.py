@@ -1,8 +1,8 @@
 """Out of a model's memory into reserved records of the ring, in two steps.
 
 ``gather`` takes hold of rows on the thread, and at the point of its stream, where the states are
-still what they were computed as; the :class:`Rows` that it returns fill a record later, on the
-exporter's thread. In host memory to take hold is to keep a reference. On a GPU the rows are
+still what they were computed as; the :class:`GatheredRows` that it returns fill a record later, on
+the exporter's thread. In host memory to take hold is to keep a reference. On a GPU the rows are
 gathered into a *stage*, a ring of device memory, on the caller's stream: behind the states' own
 kernels and before whatever comes next (say, the replay of a CUDA graph that overwrites them). From
 there the copy engine takes them into the record, on a stream of the copier's own, which then writes
@@ -36,7 +36,7 @@ class RowRange(NamedTuple):
     rows: int
 
 
-class Rows(Protocol):
+class GatheredRows(Protocol):
     """Rows that were gathered together. Either is called once, in the order of gathering."""
 
     def fill(self, record: Reservation, ranges: Sequence[RowRange]) -> None:
@@ -49,7 +49,7 @@ class Rows(Protocol):
         """Throw them away."""
 
 
-class Steps(Rows, Protocol):
+class GatheredSteps(GatheredRows, Protocol):
     """Rows of consecutive decode steps; in the record each row has all its steps together."""
 
     def add(self, planes: Planes) -> int:
@@ -64,15 +64,15 @@ class Steps(Rows, Protocol):
 
 class Copier(Protocol):
     """What the exporter needs of either memory. All but release() and close() may be called beside
-    the methods of :class:`Rows`, from another thread."""
+    the methods of :class:`GatheredRows`, from another thread."""
 
     max_bytes: int
     """Most that can be gathered together."""
 
-    def gather(self, rows: RowRange, planes: Planes) -> Rows | None:
+    def gather(self, rows: RowRange, planes: Planes) -> GatheredRows | None:
         """Take hold of these rows; None when too many wait already."""
 
-    def gather_steps(self, rows: int, planes: Planes, steps: int) -> Steps | None:
+    def gather_steps(self, rows: int, planes: Planes, steps: int) -> GatheredSteps | None:
         """The same for the first ``rows`` rows of up to ``steps`` decode steps, one by one."""
 
     def release(self) -> bool:
@@ -92,7 +92,7 @@ class HostCopier:
         self._gathered_bytes = 0
         self._copied_bytes = 0
 
-    def gather(self, rows: RowRange, planes: Planes) -> Rows | None:
+    def gather(self, rows: RowRange, planes: Planes) -> GatheredRows | None:
         if planes.device is not None:
             raise CudaError(f"states lie on cuda:{planes.device}, this copier takes host memory")
         size = len(planes) * planes.row_bytes * rows.rows
@@ -102,7 +102,7 @@ class HostCopier:
         self._gathered_bytes += size
         return _HostRows(self, rows.row, planes, size)
 
-    def gather_steps(self, rows: int, planes: Planes, steps: int) -> Steps | None:
+    def gather_steps(self, rows: int, planes: Planes, steps: int) -> GatheredSteps | None:
         return None
 
     def copied(self, size: int) -> None:
@@ -164,7 +164,7 @@ class DeviceCopier:
         """
         self.core.pin(ring.core)
 
-    def gather(self, rows: RowRange, planes: Planes) -> Rows | None:
+    def gather(self, rows: RowRange, planes: Planes) -> GatheredRows | None:
         self._check(planes)
         claim = self.core.take(planes, rows.row, rows.rows)
         if claim is None:
@@ -172,7 +172,7 @@ class DeviceCopier:
         self.hold(claim.number, planes)
         return _DeviceRows(self.core, claim, rows.rows, len(planes), planes.row_bytes)
 
-    def gather_steps(self, rows: int, planes: Planes, steps: int) -> Steps | None:
+    def gather_steps(self, rows: int, planes: Planes, steps: int) -> GatheredSteps | None:
         self._check(planes)
         native = self.core.begin_steps(planes, rows, steps)
         return None if native is None else _DeviceSteps(self, native, rows, steps, planes)

@@ -18,11 +18,12 @@ from typing import Any
 
 from ._core import Planes
 from .channel import Publisher
-from .copyout import Copier, HostCopier, RowRange, Rows, Steps
+from .copyout import Copier, GatheredRows, GatheredSteps, HostCopier, RowRange
 from .errors import CaptureError, ConfigError, HsTransportError
-from .protocol import Label, SessionInfo, TokenIds
+from .protocol import SessionInfo, TokenIds
 from .recorder import OpenSample, Recorder, RowSpan
 from .ring import RingWriter
+from .tags import Label
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class DecodeRun:
         self.stream = 0
         self.plan = plan
         self._limit = 0
-        self._gathered: Steps | None = None
+        self._gathered: GatheredSteps | None = None
 
     @classmethod
     def of(cls, spans: Sequence[RowSpan]) -> DecodeRun:
@@ -282,7 +283,7 @@ class Exporter:
                 run._gathered.seal()
                 self._posted.append((self._write_run, (run,)))
 
-    def _gather(self, rows: RowRange, planes: Planes) -> Rows | None:
+    def _gather(self, rows: RowRange, planes: Planes) -> GatheredRows | None:
         """Gather, and where too much waits already give the exporter's thread time to work."""
         gathered = self._copier.gather(rows, planes)
         if gathered is None:
@@ -330,7 +331,7 @@ class Exporter:
             return None
 
     def _write_part(
-        self, plan: Plan | None, spans: list[RowSpan], rows: RowRange, gathered: Rows | None
+        self, plan: Plan | None, spans: list[RowSpan], rows: RowRange, gathered: GatheredRows | None
     ) -> None:
         if plan is not None:
             spans += plan(1)
@@ -339,7 +340,7 @@ class Exporter:
     def _write_run(self, run: DecodeRun) -> None:
         self._record(run.plan(run.steps), run.steps, run._gathered)
 
-    def _record(self, spans: Sequence[RowSpan], steps: int, gathered: Rows | None) -> None:
+    def _record(self, spans: Sequence[RowSpan], steps: int, gathered: GatheredRows | None) -> None:
         if self._failure is None:
             self.recorder.rows(spans, steps, gathered)
         else:  # the samples have begun, and will end; their rows are not kept

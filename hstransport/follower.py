@@ -16,21 +16,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from .errors import CaptureError, ProtocolError
-from .protocol import (
-    ABORTED,
-    ID_TAG,
-    LABELS_TAG,
-    MASK_TAG,
-    Label,
-    SessionInfo,
-    TokenIds,
-    check_labels,
-    check_loss_mask,
-    fit_id,
-)
+from .protocol import ABORTED, SessionInfo, TokenIds
 from .recorder import OpenSample, Recorder, RowSpan
 from .seldom import Seldom
 from .settings import Selection
+from .tags import ID_TAG, LABELS_TAG, MASK_TAG, Label, check_labels, check_loss_mask, fit_id
 
 logger = logging.getLogger(__name__)
 

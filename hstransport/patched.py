@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from .sglang_plugin import wanted_hooks
+from .sglang.hooks import wanted_hooks
 
 logger = logging.getLogger(__name__)
 

@@ -16,18 +16,18 @@ Payload of ``ROWS``: ``[planes, rows, hidden]`` bf16 little-endian, contiguous; 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from hashlib import sha256
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 
 from .errors import ProtocolError
+from .tags import MAX_ID_BYTES, Label, check_labels, check_loss_mask
+from .wire import nat, pack, unpack
 
 PROTOCOL_VERSION = 1
 
@@ -38,15 +38,7 @@ MAX_META_BYTES = 8 << 20
 """Largest metadata of a record; a START carries its prompt's token ids in it (4 bytes each)."""
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest ZeroMQ message that is looked at; one tells of the records of one forward pass."""
-MAX_LABEL_BYTES = 64 << 10
-"""Largest msgpack size of a sample's labels."""
-MAX_ID_BYTES = 512
-"""Largest UTF-8 size of a sample id or request id."""
 
-ID_TAG, LABELS_TAG, MASK_TAG = "hstransport_id", "hstransport_labels", "hstransport_loss_mask"
-"""Keys of ``sampling_params.custom_params`` by which a caller names and labels its sample."""
-
-Label = str | int | float | bool | None
 TokenIds = npt.NDArray[np.int32]
 
 # Why a request ended (END.reason).
@@ -155,7 +147,6 @@ class End(NamedTuple):
 
 
 Event = Start | Rows | End
-_T = TypeVar("_T")
 
 
 def pack_info(info: SessionInfo) -> bytes:
@@ -175,12 +166,12 @@ def unpack_info(data: bytes) -> SessionInfo:
     known = {f.name for f in fields(SessionInfo)}
     raw = {k: v for k, v in raw.items() if k in known}
     try:
-        raw["layers"] = tuple(_nat(k) for k in raw["layers"])
+        raw["layers"] = tuple(nat(k) for k in raw["layers"])
         info = SessionInfo(**raw)
     except (KeyError, TypeError) as e:
         raise ProtocolError(f"session info is incomplete: {e}") from None
     check_types(info)
-    if not (0 < _nat(info.hidden) <= 1 << 20 and 0 < info.planes <= 1024):
+    if not (0 < nat(info.hidden) <= 1 << 20 and 0 < info.planes <= 1024):
         raise ProtocolError(f"session info: hidden={info.hidden}, planes={info.planes} are absurd")
     if info.dtype != "bfloat16":
         raise ProtocolError(f"session info: dtype {info.dtype!r} is not bfloat16")
@@ -206,13 +197,13 @@ def check_types(record: Any) -> None:
         if type(value) not in _TYPES[str(f.type)]:
             raise ProtocolError(f"{f.name} is {value!r:.40}, not of type {f.type}")
         if f.type == "int":
-            _nat(value)
+            nat(value)
 
 
 def pack_event(event: Event) -> tuple[int, bytes]:
     """Return ``(kind, metadata)`` of a record."""
     if isinstance(event, Rows):
-        return ROWS, _pack({"seg": [x for s in event.segments for x in s]})
+        return ROWS, pack({"seg": [x for s in event.segments for x in s]})
     if isinstance(event, Start):
         meta: dict[str, Any] = {
             "sid": event.sid,
@@ -225,7 +216,7 @@ def pack_event(event: Event) -> tuple[int, bytes]:
             meta["labels"] = dict(event.labels)
         if event.loss_mask is not None:
             meta["mask"] = list(event.loss_mask)
-        return START, _pack(meta)
+        return START, pack(meta)
     meta = {
         "sid": event.sid,
         "reason": event.reason,
@@ -237,7 +228,7 @@ def pack_event(event: Event) -> tuple[int, bytes]:
             meta[key] = value
     if event.detail:
         meta["detail"] = event.detail
-    return END, _pack(meta)
+    return END, pack(meta)
 
 
 def unpack_event(kind: int, data: bytes) -> Event:
@@ -245,7 +236,7 @@ def unpack_event(kind: int, data: bytes) -> Event:
     raw = _unpack_map(data)
     try:
         if kind == ROWS:
-            flat = [_nat(x) for x in raw["seg"]]
+            flat = [nat(x) for x in raw["seg"]]
             if not flat or len(flat) % 3:
                 raise ProtocolError(f"rows: {len(flat)} segment numbers, not a multiple of 3")
             segments = tuple(Segment(*flat[i : i + 3]) for i in range(0, len(flat), 3))
@@ -255,7 +246,7 @@ def unpack_event(kind: int, data: bytes) -> Event:
         if kind == START:
             mask = raw.get("mask")
             return Start(
-                sid=_nat(raw["sid"]),
+                sid=nat(raw["sid"]),
                 id=_text(raw["id"]),
                 rid=_text(raw["rid"]),
                 prompt=_tokens(raw["prompt"]),
@@ -265,12 +256,12 @@ def unpack_event(kind: int, data: bytes) -> Event:
             )
         if kind == END:
             return End(
-                sid=_nat(raw["sid"]),
+                sid=nat(raw["sid"]),
                 reason=_text(raw["reason"]),
-                tokens=_nat(raw["n"]),
+                tokens=nat(raw["n"]),
                 output=_tokens(raw["out"]),
-                dropped=_nat(raw.get("dropped", 0)),
-                cached=_nat(raw.get("cached", 0)),
+                dropped=nat(raw.get("dropped", 0)),
+                cached=nat(raw.get("cached", 0)),
                 detail=str(raw.get("detail", ""))[:4096],
             )
     except (KeyError, TypeError, ValueError) as e:
@@ -297,97 +288,28 @@ def pack_messages(messages: Sequence[Message]) -> bytes:
     ``[version, run, rank, [[kind, seq, position, record_bytes, meta], …]]``
     """
     first = messages[0]
-    return _pack([PROTOCOL_VERSION, first.run, first.rank, [m[2:] for m in messages]])
+    return pack([PROTOCOL_VERSION, first.run, first.rank, [m[2:] for m in messages]])
 
 
 def unpack_messages(data: bytes) -> list[Message]:
     """Inverse of :func:`pack_messages`; raises ProtocolError on anything malformed."""
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"message of {len(data)} bytes exceeds {MAX_MESSAGE_BYTES}")
-    raw = _unpack(data)
+    raw = unpack(data)
     if not isinstance(raw, list) or len(raw) < 4 or raw[0] != PROTOCOL_VERSION:
         raise ProtocolError(f"message is not a version {PROTOCOL_VERSION} array of 4 fields")
-    run, rank, records = _text(raw[1]), _nat(raw[2]), raw[3]
+    run, rank, records = _text(raw[1]), nat(raw[2]), raw[3]
     if not isinstance(records, list):
         raise ProtocolError("message has no list of records")
     messages = []
     for record in records:
         if not isinstance(record, list) or len(record) < 5:
             raise ProtocolError("a record in a message is not an array of 5 fields")
-        kind, seq, position, record_bytes = (_nat(x) for x in record[:4])
+        kind, seq, position, record_bytes = (nat(x) for x in record[:4])
         if not isinstance(record[4], bytes):
             raise ProtocolError("message metadata is not bytes")
         messages.append(Message(run, rank, kind, seq, position, record_bytes, record[4]))
     return messages
-
-
-def check_labels(labels: Any) -> dict[str, Label]:
-    """Validate a caller's labels: string keys, scalar values, bounded size."""
-    if not isinstance(labels, Mapping):
-        raise ProtocolError(f"labels must be a map, not {type(labels).__name__}")
-    for key, value in labels.items():
-        if not isinstance(key, str) or not isinstance(value, str | int | float | bool | None):
-            raise ProtocolError(
-                f"label {key!r}: {value!r}: keys are strings, values strings, numbers, booleans"
-            )
-    kept: dict[str, Label] = dict(labels)
-    try:
-        size = len(msgpack.packb(kept))
-    except (OverflowError, ValueError, UnicodeEncodeError) as e:
-        raise ProtocolError(f"labels cannot be stored: {e}") from None
-    if size > MAX_LABEL_BYTES:
-        raise ProtocolError(f"labels take {size} bytes, at most {MAX_LABEL_BYTES} are kept")
-    return kept
-
-
-def check_loss_mask(mask: Any) -> tuple[int, ...]:
-    """Validate a loss mask given as alternating run lengths that begin with zeros."""
-    if not isinstance(mask, list | tuple):
-        raise ProtocolError(f"loss mask must be a list of run lengths, not {type(mask).__name__}")
-    return tuple(_nat(x) for x in mask)
-
-
-def fit_id(text: str) -> str:
-    """``text`` itself, or when it exceeds MAX_ID_BYTES a shortened form that is still unique."""
-    raw = text.encode(errors="replace")
-    if len(raw) <= MAX_ID_BYTES:
-        return raw.decode()
-    return f"{raw[:400].decode(errors='ignore')}#{sha256(raw).hexdigest()[:32]}"
-
-
-def encode_loss_mask(mask: npt.ArrayLike) -> tuple[int, ...]:
-    """``[0, 0, 1, 1, 1]`` -> ``(2, 3)``: alternating run lengths, zeros first."""
-    bits = np.asarray(mask, dtype=bool)
-    if not bits.size:
-        return ()
-    edges = np.flatnonzero(np.diff(bits)) + 1
-    runs = np.diff(np.concatenate(([0], edges, [bits.size])))
-    return (*((0,) if bits[0] else ()), *(int(r) for r in runs))
-
-
-def decode_loss_mask(runs: tuple[int, ...], tokens: int) -> npt.NDArray[np.uint8]:
-    """Inverse of :func:`encode_loss_mask`, cut to ``tokens``.
-
-    Tokens past the mask's end were generated by the model and take 1.
-    """
-    mask = np.ones(tokens, np.uint8)
-    at = 0
-    for i, run in enumerate(runs):
-        mask[at : at + run] = i % 2
-        at += run
-    return mask
-
-
-_packer = threading.local()
-
-
-def _pack(value: Any) -> bytes:
-    """msgpack.packb makes a packer for each call, which costs more than the packing."""
-    try:
-        packer = _packer.packer
-    except AttributeError:
-        packer = _packer.packer = msgpack.Packer()
-    return bytes(packer.pack(value))
 
 
 def _pack_tokens(tokens: npt.ArrayLike) -> bytes:
@@ -400,41 +322,16 @@ def _tokens(data: Any) -> TokenIds:
     return np.frombuffer(data, "<i4")
 
 
-def _nat(x: Any) -> int:
-    if type(x) is not int or not 0 <= x < 1 << 63:
-        raise ProtocolError(f"{x!r} is not a non-negative 63-bit integer")
-    return x
-
-
 def _text(x: Any) -> str:
     if not isinstance(x, str) or len(x.encode()) > MAX_ID_BYTES:
         raise ProtocolError(f"{x!r:.60} is not a string of at most {MAX_ID_BYTES} bytes")
     return x
 
 
-def unpack_whole(data: bytes) -> Any:
-    """``msgpack.unpackb``, once it is known that all the items are there that the heads announce.
-
-    It takes room for them as it comes to a head, level by level: some bytes could have it take any
-    amount. Raises many types for malformed input.
-    """
-    items = msgpack.Unpacker(max_buffer_size=0)
-    items.feed(data)
-    items.skip()
-    return msgpack.unpackb(data, strict_map_key=True)
-
-
-def _unpack(data: bytes) -> Any:
-    try:
-        return unpack_whole(data)
-    except Exception as e:  # msgpack raises many types for malformed input
-        raise ProtocolError(f"not msgpack: {type(e).__name__}: {e}") from None
-
-
 def _unpack_map(data: bytes) -> dict[str, Any]:
     if len(data) > MAX_META_BYTES:
         raise ProtocolError(f"metadata of {len(data)} bytes exceeds {MAX_META_BYTES}")
-    raw = _unpack(data)
+    raw = unpack(data)
     if not isinstance(raw, dict):
         raise ProtocolError(f"metadata is a {type(raw).__name__}, not a map")
     return raw

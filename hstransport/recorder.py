@@ -16,15 +16,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import copyout
 from .channel import Publisher
+from .copyout import GatheredRows, RowRange
 from .counters import DROPS
 from .protocol import (
     END,
     MAX_META_BYTES,
     ROWS,
     End,
-    Label,
     Message,
     Rows,
     Segment,
@@ -35,6 +34,7 @@ from .protocol import (
 )
 from .ring import Reservation, RingWriter
 from .seldom import Seldom
+from .tags import Label
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class Recorder:
         """A new sample of this run; :meth:`start` tells of it. May be called from any thread."""
         return OpenSample(next(self._sids), id)
 
-    def rows(self, spans: Sequence[RowSpan], steps: int, gathered: copyout.Rows | None) -> None:
+    def rows(self, spans: Sequence[RowSpan], steps: int, gathered: GatheredRows | None) -> None:
         """One record: ``steps`` times the rows of each span. None: the stage had no room for them.
 
         Rows of samples that cannot be whole any more are left out, and counted as dropped.
@@ -294,16 +294,16 @@ def _place(slot: Reservation) -> tuple[int, int, int]:
     return slot.seq, slot.position, slot.record_bytes
 
 
-def row_ranges(spans: Sequence[RowSpan]) -> list[copyout.RowRange]:
+def row_ranges(spans: Sequence[RowSpan]) -> list[RowRange]:
     """The rows of the spans in their order, neighbours put together."""
-    ranges: list[copyout.RowRange] = []
+    ranges: list[RowRange] = []
     start = stop = -1
     for span in spans:
         if span.row != stop:
             if stop > start:
-                ranges.append(copyout.RowRange(start, stop - start))
+                ranges.append(RowRange(start, stop - start))
             start = span.row
         stop = span.row + span.rows
     if stop > start:
-        ranges.append(copyout.RowRange(start, stop - start))
+        ranges.append(RowRange(start, stop - start))
     return ranges

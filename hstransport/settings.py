@@ -11,8 +11,8 @@ from typing import Any
 from zlib import crc32
 
 from .errors import ConfigError
-from .protocol import ID_TAG, LABELS_TAG
 from .session import check_session_name, default_root
+from .tags import ID_TAG, LABELS_TAG
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")

@@ -12,7 +12,7 @@ import pytest
 from hstransport_consumer import open_shards
 from rig.consumer import ConsumerProcess
 
-from hstransport.protocol import decode_loss_mask
+from hstransport.tags import decode_loss_mask
 
 pytestmark = pytest.mark.sglang
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hstransport.client.prompts import BadPrompts, read_prompts
-from hstransport.protocol import decode_loss_mask
+from hstransport.tags import decode_loss_mask
 
 
 def no_tokenizer():

@@ -5,9 +5,9 @@ import logging
 import pytest
 from rig.server import ServerDied, SGLangServer
 
-from hstransport import sglang_plugin
 from hstransport.session import find_rings
-from hstransport.sglang_plugin import wanted_hooks
+from hstransport.sglang import hooks
+from hstransport.sglang.hooks import wanted_hooks
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor"
@@ -59,8 +59,8 @@ def test_a_server_that_may_serve_without_it_says_so_once(model_dir, ring_dir, wh
 
 @pytest.fixture
 def unknown_release(monkeypatch):
-    monkeypatch.setattr(sglang_plugin, "_RUNNER", "sglang.srt.elsewhere.ModelRunner")
-    monkeypatch.setattr(sglang_plugin, "_WEIGHTS", ("sglang.srt.elsewhere.Weights",))
+    monkeypatch.setattr(hooks, "RUNNER", "sglang.srt.elsewhere.ModelRunner")
+    monkeypatch.setattr(hooks, "WEIGHTS", ("sglang.srt.elsewhere.Weights",))
     monkeypatch.setenv("HSTRANSPORT", "1")
 
 

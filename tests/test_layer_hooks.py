@@ -7,8 +7,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from hstransport.errors import CaptureError  # noqa: E402
-from hstransport.layer_hooks import LayerHooks, only_decoder  # noqa: E402
-from hstransport.verify_layers import LayerCheck  # noqa: E402
+from hstransport.sglang.layer_hooks import LayerHooks, only_decoder  # noqa: E402
+from hstransport.sglang.verify_layers import LayerCheck  # noqa: E402
 
 HIDDEN, LAYERS, TOKENS = 16, 5, 7
 WANTED = (1, 3, 4)

@@ -7,8 +7,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from hstransport.errors import CaptureError, ConfigError  # noqa: E402
-from hstransport.layers import decoder_of, enable_capture, require_captured  # noqa: E402
 from hstransport.settings import LayerChoice, parse_layers  # noqa: E402
+from hstransport.sglang.layers import decoder_of, enable_capture, require_captured  # noqa: E402
 
 
 class Decoder(nn.Module):

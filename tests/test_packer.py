@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 from hstransport_consumer import DatasetWriter, open_shards
-from hstransport_consumer.packer import Packer
+from hstransport_consumer.packer import RingPacker
 from hstransport_consumer.stream import Streams
 from rig.consumer import ConsumerProcess
 from rig.producer import Producer, tokens
@@ -35,7 +35,7 @@ def pack(ring_dir, out, *, session=None, until_idle=True, flush_s=0.0):
     """Run a consumer in this process until its rings have ended (or have nothing left)."""
     streams = Streams(ring_dir, session)
     writer = DatasetWriter(out)
-    packer = Packer(streams, writer, flush_s=flush_s)
+    packer = RingPacker(streams, writer, flush_s=flush_s)
     try:
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
@@ -134,7 +134,7 @@ def test_full_disk_loses_nothing(producer, ring_dir, tmp_path, monkeypatch):
     states = producer.sample("a", 50)
     streams = Streams(ring_dir, None)
     writer = DatasetWriter(tmp_path)
-    packer = Packer(streams, writer, flush_s=0.0)
+    packer = RingPacker(streams, writer, flush_s=0.0)
     real = os.pwritev
     monkeypatch.setattr(os, "pwritev", full_disk)
     with pytest.raises(OSError, match="No space"):
@@ -165,7 +165,7 @@ def test_long_decode_does_not_pin_the_ring(producer, ring_dir, tmp_path):
     """A sample of more rows than the ring holds, one row a step, beside short ones."""
     streams = Streams(ring_dir, None)
     writer = DatasetWriter(tmp_path)
-    packer = Packer(streams, writer, flush_s=0.0)
+    packer = RingPacker(streams, writer, flush_s=0.0)
     long = producer.start("long", 4000)
     sent = []
     for position in range(4000):
@@ -327,7 +327,7 @@ def test_damaged_ring_is_given_up_and_the_others_go_on(producer, ring_dir, tmp_p
     other = Producer(ring_dir, rank=1)
     streams = Streams(ring_dir, None)
     writer = DatasetWriter(tmp_path)
-    packer = Packer(streams, writer, flush_s=0.0)
+    packer = RingPacker(streams, writer, flush_s=0.0)
     packer.step(0.0)  # attaches
     states = other.sample("good", 4)
     producer.start("damaged", 4)
@@ -353,7 +353,7 @@ def test_a_ring_whose_header_is_damaged_does_not_end_the_others(producer, ring_d
     other = Producer(ring_dir, rank=1)
     streams = Streams(ring_dir, None)
     writer = DatasetWriter(tmp_path)
-    packer = Packer(streams, writer, flush_s=0.0)
+    packer = RingPacker(streams, writer, flush_s=0.0)
     producer.start("open", 4)
     while producer.ring.used_bytes:
         packer.step(0.0)
@@ -378,7 +378,7 @@ def test_a_ring_that_is_always_full_does_not_keep_others_waiting(ring_dir, tmp_p
     busy, quiet = Producer(ring_dir, ring_bytes=8 << 20), Producer(ring_dir, rank=1)
     streams = Streams(ring_dir, None)
     writer = DatasetWriter(tmp_path)
-    packer = Packer(streams, writer, flush_s=0.0)
+    packer = RingPacker(streams, writer, flush_s=0.0)
     number = 0
 
     def step():
@@ -425,7 +425,7 @@ def test_full_disk_at_the_end_of_a_run_is_tried_again(producer, ring_dir, tmp_pa
     producer.close()
     streams = Streams(ring_dir, None)
     writer = DatasetWriter(tmp_path)
-    packer = Packer(streams, writer, flush_s=0.0)
+    packer = RingPacker(streams, writer, flush_s=0.0)
     while not packer.totals.records:
         packer.step(0.01)
     real = os.pwritev
@@ -446,7 +446,7 @@ def test_a_record_whose_bytes_come_later_is_waited_for_briefly(producer, ring_di
     sample = producer.start("a", 4)
     streams = Streams(ring_dir, None)
     writer = DatasetWriter(tmp_path)
-    packer = Packer(streams, writer, flush_s=0.0)
+    packer = RingPacker(streams, writer, flush_s=0.0)
     while packer.step(0.0) or not packer.totals.records:
         pass
     started = time.monotonic()
@@ -475,7 +475,7 @@ def test_windows_are_packed_side_by_side_and_stored_in_order(
     producer.close()
     streams = Streams(ring_dir, None)
     writer = DatasetWriter(tmp_path, shard_bytes=200_000)
-    packer = Packer(streams, writer, flush_s=0.0)
+    packer = RingPacker(streams, writer, flush_s=0.0)
     real = os.pwritev
     monkeypatch.setattr(os, "pwritev", full_disk)
     begun = []
@@ -506,7 +506,7 @@ def test_draining_leaves_nothing_in_any_ring(ring_dir, tmp_path, monkeypatch):
             producer.sample(f"{producer.info.rank}-{i}", 600)  # two windows of a MiB, and more
     streams = Streams(ring_dir, None)
     with DatasetWriter(tmp_path) as writer:
-        packer = Packer(streams, writer, flush_s=60)
+        packer = RingPacker(streams, writer, flush_s=60)
         with monkeypatch.context() as patch:
             patch.setattr(DatasetWriter, "hungry", property(lambda self: False))
             packer.step(0)

@@ -18,7 +18,9 @@ from hstransport.errors import CaptureError
 from hstransport.follower import Follower
 from hstransport.ring import RingReader
 from hstransport.settings import Selection, Settings
-from hstransport.sglang_plugin import Plugin, _Request
+from hstransport.sglang.plugin import Plugin
+from hstransport.sglang.request import SGLangRequest
+from hstransport.sglang.switch_on import switch_on
 from hstransport.tap import Tap
 
 
@@ -72,7 +74,7 @@ class Server:
         self.producer = producer
         self.plugin = Plugin(Settings(rows="all"))
         recorder, selection = producer.exporter.recorder, Selection()
-        follower = Follower(producer.info, recorder, _Request, selection=selection)
+        follower = Follower(producer.info, recorder, SGLangRequest, selection=selection)
         self.plugin._tap = Tap(producer.info, producer.exporter, follower)
         self.runner = self.plugin._runner = object()
         self.scheduler = SimpleNamespace(waiting_queue=[])
@@ -192,7 +194,7 @@ class Graphs:
         self._static = {n: np.zeros((3, n, HIDDEN), np.uint16) for n in sizes}
         for n, (*layers, final) in self._static.items():
             # What logits_forward finds while SGLang captures the graph.
-            plugin._graphs[n] = (FakeArray(final), [FakeArray(p) for p in layers])
+            plugin._graphs.captured(n, (FakeArray(final), [FakeArray(p) for p in layers]))
 
     def replay(self, size, values):
         self.bs = size
@@ -366,6 +368,12 @@ def args_of(tp=1, prefill="disabled"):
     return SimpleNamespace(tp_size=tp, cuda_graph_config=config)
 
 
+def runner_of(args):
+    torch = pytest.importorskip("torch")
+    config = SimpleNamespace(num_hidden_layers=4)
+    return SimpleNamespace(model=torch.nn.Identity(), model_config=config, server_args=args)
+
+
 @pytest.mark.parametrize(
     ("args", "device", "words"),
     [
@@ -377,22 +385,12 @@ def args_of(tp=1, prefill="disabled"):
 )
 @pytest.mark.parametrize("by", ["auto", "hooks"])
 def test_layers_are_not_hooked_where_a_hook_would_miss_some_of_a_state(args, device, words, by):
-    torch = pytest.importorskip("torch")
-    plugin = Plugin(Settings(layers_by=by))
-    plugin._layers, plugin._device = (2,), device
-    runner = SimpleNamespace(model=torch.nn.Identity(), server_args=args)
     if by == "hooks":
         words = words.replace("Identity has neither .* ", "")
     with pytest.raises(CaptureError, match=words):
-        plugin._switch_on(runner, 4, 16)
+        switch_on(runner_of(args), (2,), by, device)
 
 
 def test_ids_that_are_no_inner_layers_are_refused_before_hooks():
-    torch = pytest.importorskip("torch")
-    plugin = Plugin(Settings(layers_by="hooks"))
-    plugin._layers = (4,)
-    runner = SimpleNamespace(model=torch.nn.Identity(), server_args=args_of())
-    with pytest.raises(
-        CaptureError, match="layer 4 of Identity cannot be captured: it is the last"
-    ):
-        plugin._switch_on(runner, 4, 16)
+    with pytest.raises(CaptureError, match="layer 4 of Identity cannot be captured"):
+        switch_on(runner_of(args_of(tp=2)), (4,), "hooks", None)

@@ -11,8 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hstransport_consumer import DatasetWriter, index, open_shards, plan, prefix_tree, prefixes
-from hstransport_consumer import writer as writer_module
+from hstransport_consumer import (
+    DatasetWriter,
+    chain,
+    index,
+    open_shards,
+    plan,
+    prefix_tree,
+    prefixes,
+)
 from hstransport_consumer.index import Part
 from hstransport_consumer.prefix_tree import PrefixTree
 from hstransport_consumer.verify import verify
@@ -384,7 +391,7 @@ def end_with(refs: list[Part], out: Path) -> None:
         writer = DatasetWriter(out)
         writer.begin_run(INFO)
         writer.write_window(INFO.run, 0, 0, 2, server.records[:3])
-        uid = writer._index.header.uid  # type: ignore[union-attr]
+        uid = writer._shards.index.header.uid  # type: ignore[union-attr]
         fake = [p._replace(shard=uid) if p.shard == b"" else p for p in refs]
         prefixes.Prefixes._find = lambda *a: fake  # type: ignore[method-assign]
         index.ShardIndex._check_place = lambda *a: None  # type: ignore[method-assign]
@@ -436,7 +443,7 @@ def test_a_part_in_a_shard_that_is_elsewhere_is_no_finding(tmp_path: Path) -> No
 def test_a_shard_that_names_many_others_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_module, "FULL_SHARDS", 3)
+    monkeypatch.setattr(chain, "FULL_SHARDS", 3)
     server = fill(tmp_path / "out")
     for i in range(20):
         server.run([*SYSTEM, i % 4, 60 + i], [9])

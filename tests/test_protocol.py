@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hstransport.errors import ProtocolError
 from hstransport.protocol import (
     END,
-    MAX_LABEL_BYTES,
     ROWS,
     START,
     End,
@@ -22,16 +21,19 @@ from hstransport.protocol import (
     Segment,
     SessionInfo,
     Start,
-    check_labels,
-    decode_loss_mask,
-    encode_loss_mask,
-    fit_id,
     pack_event,
     pack_info,
     pack_messages,
     unpack_event,
     unpack_info,
     unpack_messages,
+)
+from hstransport.tags import (
+    MAX_LABEL_BYTES,
+    check_labels,
+    decode_loss_mask,
+    encode_loss_mask,
+    fit_id,
 )
 
 INFO = SessionInfo("ab12", "s", "m", "0.5.20", (2, 3), True, 64, 6)

@@ -6,20 +6,22 @@ asked whether there are others.
 """
 
 import ast
-import inspect
 import os
+import re
+from pathlib import Path
 
 import pytest
 from rig import releases
 from rig.releases import HEAD, OPTIONAL, READS, lacks, listed, row, table
 from rig.sglang_source import NoDownload, Source, offered
 
-from hstransport import sglang_plugin
 from hstransport.patching import known_patches
 
 REFRESH = "run `PYTHONPATH=tests .venv/bin/python -m rig.releases`, and look at what changed"
 ALL = os.environ.get("SGLANG_RELEASES") == "all"
 FIRST_PLUGIN = "0.5.11"
+ROOT = Path(__file__).parents[1]
+PLUGIN = ROOT / "hstransport" / "sglang"
 
 
 def chosen():
@@ -129,7 +131,7 @@ NAMES = {
     "scheduler": "Scheduler",
     "output": "ModelRunnerOutput",
     "logits_metadata": "LogitsMetadata",
-    "graphs": "DecodeCudaGraphRunner",
+    "graph_runner": "DecodeCudaGraphRunner",
     "replayed": "DecodeCudaGraphRunner",
     "config": "ModelConfig",
     "server_args": "ServerArgs",
@@ -144,7 +146,7 @@ def test_all_that_the_plugin_reads_is_in_the_table():
         for (_, cls), names in table_.items():
             known[cls] |= set(names.replace("|", " ").split())
     read = set()
-    for node in ast.walk(ast.parse(inspect.getsource(sglang_plugin))):
+    for node in (n for p in PLUGIN.glob("*.py") for n in ast.walk(ast.parse(p.read_text()))):
         if isinstance(node, ast.Attribute):
             read.add((holder(node.value), node.attr))
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
@@ -154,6 +156,14 @@ def test_all_that_the_plugin_reads_is_in_the_table():
     read = {(NAMES[name], attribute) for name, attribute in read if name in NAMES}
     assert len(read) > 30
     assert {(cls, name) for cls, name in read if name not in known[cls]} == set()
+
+
+def test_nothing_else_names_what_is_in_sglang():
+    uses = re.compile(r"^ *(?:from|import) sglang\b|\bsglang\.srt\b|layers_to_capture", re.M)
+    files = [p for d in ("hstransport", "consumer") for p in (ROOT / d).rglob("*.py")]
+    naming = {p for p in files if uses.search(p.read_text())}
+    assert {p for p in naming if p.parent == PLUGIN} > {PLUGIN / "targets.py", PLUGIN / "layers.py"}
+    assert {p.name for p in naming if p.parent != PLUGIN} == {"engine_host.py"}  # starts its Engine
 
 
 def holder(node):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hstransport_consumer import Consumer, DatasetWriter, open_shards
-from hstransport_consumer.packer import Packer
+from hstransport_consumer.packer import RingPacker
 from hstransport_consumer.stream import Streams
 from rig.consumer import ConsumerProcess
 from rig.producer import Producer, tokens
@@ -134,7 +134,7 @@ def test_a_window_of_zeros_is_not_stored(gone: str, ring_dir: Path, tmp_path: Pa
     producer = Producer(ring_dir)
     writer = DatasetWriter(tmp_path)
     streams = Streams(ring_dir, None)
-    packer = Packer(streams, writer, flush_s=1e9)
+    packer = RingPacker(streams, writer, flush_s=1e9)
     states = producer.sample("before", 50)
     while not packer.step(0):
         pass

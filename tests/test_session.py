@@ -71,7 +71,7 @@ def test_the_wall_clock_decides_nothing():
         if uses.search(line)
     )
     assert found == {
-        "sglang_plugin.py": 1,  # SessionInfo.created
+        "server.py": 1,  # SessionInfo.created
         "exporter.py": 1,  # Start.time
         "follower.py": 1,
         "watch.py": 1,  # View.time

@@ -399,7 +399,7 @@ def test_on_the_same_boot_only_the_last_window_is_decoded(
     real = recover.chunk_planes
     monkeypatch.setattr(recover, "chunk_planes", lambda *a: checked.append(a) or real(*a))
     writer = DatasetWriter(died())
-    assert writer._index and 0 < len(checked) < writer._index.tables().chunks
+    assert writer._shards.index and 0 < len(checked) < writer._shards.index.tables().chunks
     writer.close()
 
 

@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import zstandard
-from hstransport_consumer import DatasetWriter, codec, open_shards, writer
+from hstransport_consumer import DatasetWriter, chain, codec, open_shards
 from hstransport_consumer.verify import verify
 from shard_kit import make_info
 
@@ -65,7 +65,7 @@ def write(directory: Path) -> None:
     info = make_info("601d", hidden=8, layers=(0, 2), producer="0.1.0")
     uids = iter([b"golden shard 00.", b"golden shard 01."])
     with (
-        mock.patch.object(writer, "new_uid", lambda: next(uids)),
+        mock.patch.object(chain, "new_uid", lambda: next(uids)),
         DatasetWriter(directory, shard_bytes=1) as w,
     ):
         w.begin_run(info)

@@ -360,7 +360,7 @@ def test_a_window_that_repeats_some_records_stores_the_new_ones(tmp_path: Path) 
 def test_a_shard_whose_index_is_full_is_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hstransport_consumer.writer.FULL_INDEX_BYTES", 200)
+    monkeypatch.setattr("hstransport_consumer.chain.FULL_INDEX_BYTES", 200)
     script = Script(make_info())
     for sid in range(6):
         script.whole(sid, 2)

@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from hstransport.errors import CaptureError  # noqa: E402
-from hstransport.verify_layers import LayerCheck  # noqa: E402
+from hstransport.sglang.verify_layers import LayerCheck  # noqa: E402
 
 HIDDEN, LAYERS, TOKENS = 32, 6, 5
 WANTED = (2, 3, 5)

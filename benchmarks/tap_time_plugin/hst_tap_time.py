@@ -35,7 +35,7 @@ def register() -> None:
         """Called when all plugins have registered, in whatever order."""
         for target, hooks in HookRegistry._hooks.items():
             for i, (kind, hook, *rest) in enumerate(hooks):
-                if hook.__module__ == "hstransport.sglang_plugin":
+                if hook.__module__ == "hstransport.sglang.plugin":
                     timed = _timed(hook, switch)
                     if target.endswith(".run_batch"):
                         timed = _pass(timed, switch)

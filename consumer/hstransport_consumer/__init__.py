@@ -7,13 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .live import LiveSample
     from .reader import Sample, ShardDataset, open_shards
-    from .samples import Consumer, LiveSample
+    from .samples import Consumer
     from .writer import DatasetWriter
 
 _HOME = {
     "Consumer": "samples",
-    "LiveSample": "samples",
+    "LiveSample": "live",
     "open_shards": "reader",
     "ShardDataset": "reader",
     "Sample": "reader",

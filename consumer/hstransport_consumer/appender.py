@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from hstransport.errors import ShardError
@@ -41,20 +41,15 @@ class Appender:
     @staticmethod
     def create(path: Path, head: Sequence[Buffer], *, durable: bool) -> Appender:
         """A new file that begins with ``head``; no file remains if that cannot be written."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        try:
+        with ExitStack() as undo:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            undo.callback(path.unlink)
             file = Appender(path, fd, 0, durable=durable)
-        except OSError:
-            path.unlink()
-            raise
-        try:
+            undo.callback(file.close)
             file.append(head)
             if durable:
                 directory.sync(path.parent)
-        except OSError:
-            file.close()
-            path.unlink()
-            raise
+            undo.pop_all()
         return file
 
     @staticmethod

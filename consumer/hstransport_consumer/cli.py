@@ -24,7 +24,7 @@ from hstransport.settings import parse_size
 
 from .console import Status, set_up_logging
 from .handover import Handover, parse_command
-from .packer import Packer
+from .packer import RingPacker
 from .stream import Streams
 from .writer import DatasetWriter
 
@@ -226,7 +226,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> int:
             handover.start()
         stack.callback(writer.finish_shard)
         streams = Streams(arguments.dir, session, arguments.out)
-        packer = Packer(streams, writer, flush_s=arguments.flush_s)
+        packer = RingPacker(streams, writer, flush_s=arguments.flush_s)
         stack.callback(packer.close)
         if arguments.metrics_port is not None:
             figures = arguments.out, packer.totals, streams, handover
@@ -263,7 +263,7 @@ def _serve_metrics(port: int, *figures: Any) -> Callable[[], None]:
 
 
 def _loop(
-    packer: Packer,
+    packer: RingPacker,
     streams: Streams,
     status: Status,
     stop: _Stop,

@@ -13,11 +13,11 @@ from hstransport.protocol import pack_event
 from . import codec
 from . import format as fmt
 from .appender import Transaction
+from .carry import pack_parts
 from .direct import LEAST_BYTES, PAGE
 from .format import pack_frame, pack_map
 from .index import BiasRecord, ChunkRecord, EndRecord, Item, Part, StartRecord, WindowRecord
 from .plan import ChunkPlan, WindowPlan
-from .progress import pack_parts
 from .workers import wait_all
 
 Metadata = tuple[bytes, BiasRecord | StartRecord | EndRecord]
@@ -36,7 +36,7 @@ class Bias(NamedTuple):
     """Whether the shard does not have it yet."""
 
 
-class Packer:
+class ChunkPacker:
     """Packs chunks on a number of threads, ahead of the one who has them written.
 
     Chunks are written in the order in which they were passed, by a thread of its own (and no more:
@@ -126,7 +126,7 @@ def write_window(
     next_seq: int,
     plan: WindowPlan,
     bias: Bias | None,
-    packer: Packer,
+    packer: ChunkPacker,
     check: Callable[[], None],
 ) -> WindowRecord:
     """Write a window whose chunks are the next that ``packer`` was given.

@@ -29,7 +29,8 @@ from hstransport.errors import (
     ShardVersionError,
     TornShardError,
 )
-from hstransport.protocol import SessionInfo, check_types, unpack_whole
+from hstransport.protocol import SessionInfo, check_types
+from hstransport.wire import unpack_whole
 
 VERSION = 2
 FORMAT = "hstransport shard"

@@ -1,4 +1,4 @@
-"""The index of one shard as it grows, and the progress that outlives a shard.
+"""The index of one shard as it grows, and the carry, which outlives it.
 
 The writer and the readers of unfinished files feed the same records to :meth:`ShardIndex.apply`:
 the one right after a window is on disk, the others out of the file. So a finished shard's footer
@@ -74,8 +74,8 @@ class RunState:
     open: dict[int, OpenSample] = field(default_factory=dict)
 
 
-Progress = dict[tuple[str, int], RunState]
-"""All runs of a directory by (run, rank); written at the head and the foot of each shard."""
+Carry = dict[tuple[str, int], RunState]
+"""All runs of a directory by (run, rank); carry.py packs it for a shard's head and foot."""
 
 
 class RunRecord(NamedTuple):
@@ -139,9 +139,9 @@ def id_hash(sample_id: str) -> int:
 class ShardIndex:
     """Columns of the footer, growing window by window."""
 
-    def __init__(self, header: Header, progress: Progress) -> None:
+    def __init__(self, header: Header, carry: Carry) -> None:
         self.header = header
-        self.progress = progress
+        self.carry = carry
         self.shards = [header.uid]
         self.runs: list[RunState] = []
         self.bias: list[BiasRecord] = []
@@ -180,11 +180,11 @@ class ShardIndex:
 
     def run_index(self, key: tuple[str, int]) -> int | None:
         """The number of a run's frame in this shard."""
-        wanted = self.progress[key]
+        wanted = self.carry[key]
         return next((i for i, run in enumerate(self.runs) if run is wanted), None)
 
     def _add_run(self, info: SessionInfo) -> None:
-        run = self.progress.setdefault((info.run, info.rank), RunState(info))
+        run = self.carry.setdefault((info.run, info.rank), RunState(info))
         if any(r is run for r in self.runs):
             raise RecordError(f"run {info.run} rank {info.rank} has two frames")
         if pack_info(run.info) != pack_info(info):
@@ -285,8 +285,8 @@ class ShardIndex:
         )
 
 
-def open_samples(progress: Progress) -> Iterable[tuple[RunState, OpenSample]]:
+def open_samples(carry: Carry) -> Iterable[tuple[RunState, OpenSample]]:
     """All samples that have started and not ended."""
-    for run in progress.values():
+    for run in carry.values():
         for sample in run.open.values():
             yield run, sample

@@ -109,7 +109,7 @@ class _Window:
             received.record.release()
 
 
-class Packer:
+class RingPacker:
     """Drives any number of rings of one session into one directory of shards.
 
     ``flush_s``: age at which a window is packed though it is not full. Not thread-safe; call

@@ -15,10 +15,10 @@ from hstransport.errors import CorruptShardError, ShardError, TornShardError
 
 from .appender import Appender
 from .bias import BiasEstimate
+from .carry import unpack_carry
 from .directory import NEXT, list_shards, opened
 from .format import DatasetMeta, read_footer, read_header
-from .index import ChunkRecord, Progress, ShardIndex, WindowRecord
-from .progress import unpack_progress
+from .index import Carry, ChunkRecord, ShardIndex, WindowRecord
 from .tables import parse_tables
 from .walk import Head, Record, apply, chunk_planes, read_bias, read_head, walk
 
@@ -44,7 +44,7 @@ class Found:
     kept_number: int = -1
     """The number that ``.next`` holds; -1 without it."""
     meta: DatasetMeta | None = None
-    progress: Progress = field(default_factory=dict)
+    carry: Carry = field(default_factory=dict)
     estimate: BiasEstimate = field(default_factory=BiasEstimate)
     partial: Path | None = None
     unfinished: Unfinished | None = None
@@ -73,7 +73,7 @@ def look(directory: Path, *, trust_kernel: bool) -> Found:
     if finished and (due is None or finished[-1].number + 1 >= due.header.number):
         _read_finished(found, finished[-1].path)
     elif due:  # the last shards were taken away
-        found.meta, found.progress = due.header.meta, due.progress
+        found.meta, found.carry = due.header.meta, due.carry
     if partial:
         found.partial = partial[0].path
         _read_partial(found, partial[0].path, trust_kernel)
@@ -107,7 +107,7 @@ def read_unfinished(fd: int, path: Path, *, check_all: bool, check_last: bool) -
     """
     size = os.fstat(fd).st_size
     head = read_head(fd, size, path)
-    done = Unfinished(ShardIndex(head.header, head.progress), head.end)
+    done = Unfinished(ShardIndex(head.header, head.carry), head.end)
     held: Record | None = None
     meta = head.header.meta
     try:
@@ -120,7 +120,7 @@ def read_unfinished(fd: int, path: Path, *, check_all: bool, check_last: bool) -
     except CorruptShardError as e:
         # The record may have been taken in by half.
         again = read_head(fd, size, path)
-        done = Unfinished(ShardIndex(again.header, again.progress), done.end, f"({e})")
+        done = Unfinished(ShardIndex(again.header, again.carry), done.end, f"({e})")
         for record in walk(fd, again.end, done.end, path, meta):
             apply(done.index, record, path)
     return done
@@ -164,7 +164,7 @@ def _read_finished(found: Found, path: Path) -> None:
         footer = read_footer(fd, size, path, header.uid)
         tables = parse_tables(footer, header.meta, header.uid)
         found.meta = header.meta
-        found.progress = unpack_progress(footer, tables.carry)
+        found.carry = unpack_carry(footer, tables.carry)
         if tables.bias:
             offset, rows = tables.bias[-1]
             table = read_bias(fd, offset, footer.offset, path, header.meta)
@@ -184,7 +184,7 @@ def _read_partial(found: Found, path: Path, trust_kernel: bool) -> None:
             found.meta.check_same(index.header.meta, str(path))
         found.unfinished = done
         found.meta = index.header.meta
-        found.progress = index.progress
+        found.carry = index.carry
         if index.bias:
             last = index.bias[-1]
             table = read_bias(fd, last.offset, done.end, path, index.header.meta)

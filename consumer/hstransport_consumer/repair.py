@@ -17,14 +17,14 @@ from hstransport.errors import CorruptShardError, ShardError
 
 from . import directory
 from . import format as fmt
+from .carry import pack_carry
+from .chain import footer_of
 from .directory import PARTIAL, Entry
 from .findings import VerifyReport
 from .format import pread
-from .progress import pack_progress
 from .recover import Unfinished, read_unfinished
 from .shard import open_shard
 from .verify_frames import verify_file
-from .writer import footer_of
 
 DAMAGED = ".damaged"
 _NEW = ".repair"
@@ -88,7 +88,7 @@ def _rebuild(fd: int, size: int, entry: Entry, done: Unfinished, blocks: int) ->
         if taken.exists():
             raise FileExistsError(f"{taken} exists: move it out of the directory first")
     fresh = path.with_name(final.name + _NEW)
-    tail = footer_of(index, pack_progress(index.progress), done.end)
+    tail = footer_of(index, pack_carry(index.carry), done.end)
     try:
         _write(fresh, fd, done.end, tail)
         blocks = _check(fresh, blocks)
@@ -168,7 +168,7 @@ def _amounts(done: Unfinished) -> str:
 
 
 def _cut_words(size: int, done: Unfinished) -> str:
-    under_way = sum(len(run.open) for run in done.index.progress.values())
+    under_way = sum(len(run.open) for run in done.index.carry.values())
     why = done.why.strip("()") or "the file was cut, and may have been longer"
     return (
         f"lost from byte {done.end:,} on, {size - done.end:,} bytes that are here ({why}), and "

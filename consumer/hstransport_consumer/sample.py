@@ -3,66 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hstransport.errors import ShardError
-from hstransport.protocol import (
-    End,
-    Label,
-    SessionInfo,
-    Start,
-    TokenIds,
-    decode_loss_mask,
-    unpack_info,
-)
+from hstransport.protocol import End, SessionInfo, Start, TokenIds, unpack_info
+from hstransport.tags import Label, decode_loss_mask
 
-from . import codec
 from .index import Part
-from .shard import Plane, Shard, fetch
+from .pieces import Piece, Pieces
+from .shard import Shard
 from .tensors import import_torch, to_ml_dtypes, to_torch
 from .walk import end_event, end_refs, start_event
-from .workers import together
 
 if TYPE_CHECKING:
     from .reader import ShardDataset
-
-
-_LARGE_BYTES = 4 << 20
-"""A read of so much is shared by threads (below, waking them takes as long as the work) and goes
-past the processor's caches."""
-_PLANES_A_STEP = 16
-"""So many are read before Python may hear an interrupt."""
-
-
-class _Piece(NamedTuple):
-    """Rows of a chunk, and the row of a read's result where they belong."""
-
-    shard: Shard
-    chunk: int
-    row: int
-    rows: int
-    at: int
-
-    @property
-    def whole(self) -> bool:
-        """Whether it has all rows of the chunk."""
-        return self.rows == self.shard.chunk_rows(self.chunk)
-
-
-class _Read(NamedTuple):
-    """A plane of a part, and where its words go."""
-
-    part: _Piece
-    plane: int
-    fd: int
-    place: codec.PlanePlace
-    out: codec.U16
 
 
 class Sample:
@@ -196,61 +155,13 @@ class Sample:
         decode into; memory used again is faster than fresh. IndexError for a range outside of the
         sample, KeyError for an unknown layer, ShardError if rows of the range are missing.
         """
-        parts, planes, shape = self._plan(start, stop, layers)
+        pieces, shape = self._plan(start, stop, layers)
         if out is None:
             out = np.empty(shape, np.uint16)
         elif out.shape != shape or out.dtype != np.uint16:
             raise ValueError(f"out is {out.dtype} {list(out.shape)}, uint16 {list(shape)} is due")
-        with ExitStack() as stack:
-            files = {s: stack.enter_context(s.open()) for s in {p.shard for p in parts}}
-            large = out.nbytes >= _LARGE_BYTES
-            reads = []
-            for p in parts:
-                fd, rows = files[p.shard], slice(p.at, p.at + p.rows)
-                places = [p.shard.place(p.chunk, plane) for plane in planes]
-                if large:
-                    fetch(fd, places)
-                reads += [
-                    _Read(p, plane, fd, place, out[rows, i])
-                    for i, (plane, place) in enumerate(zip(planes, places, strict=True))
-                ]
-            whole = [r for r in reads if r.part.whole]
-            left = iter([*self._read_whole(whole, large), *(r for r in reads if not r.part.whole)])
-
-            def work() -> None:
-                for r in left:  # shared: a step of a list's iterator is whole under the GIL
-                    self._words(r.part, r.fd, r.plane, r.out)
-
-            together(work, self._threads(large), len(reads))
+        pieces.read(out, self._dataset.threads)
         return out
-
-    def _read_whole(self, reads: Sequence[_Read], large: bool) -> Iterator[_Read]:
-        """Read planes of whole chunks; returns those that native code did not do alone."""
-        if not reads:
-            return iter(())
-        native = codec.plane_reads(
-            [
-                codec.PlaneRead(
-                    r.fd,
-                    r.place,
-                    r.part.shard.bias(r.fd, r.part.chunk)[r.plane],
-                    r.out,
-                )
-                for r in reads
-            ],
-            stream=large,
-        )
-
-        def work() -> None:
-            while native.work(_PLANES_A_STEP):
-                pass  # an interrupt is heard between two steps
-
-        with native:  # at its end nobody touches `out` any more, however it ends
-            together(work, self._threads(large), len(reads))
-        return (reads[i] for i in native.left())
-
-    def _threads(self, large: bool) -> int:
-        return self._dataset.threads if large else 1
 
     def to(
         self,
@@ -278,32 +189,24 @@ class Sample:
         layers: Sequence[int | str] | None = None,
     ) -> Any:
         """As :meth:`to`, joined on any ``device``."""
-        from .upload import Rows, upload
-
-        parts, planes, shape = self._plan(start, stop, layers)
-        tables = [self._bias(p) for p in parts]
-        rows = (
-            Rows(p.at, p.rows, i, bias, plane, partial(self._bytes_into, p, plane))
-            for i, plane in enumerate(planes)
-            for p, bias in zip(parts, tables, strict=True)
-        )
-        return upload(rows, shape, device)
+        pieces, shape = self._plan(start, stop, layers)
+        return pieces.upload(device, shape)
 
     def _plan(
         self, start: int, stop: int | None, layers: Sequence[int | str] | None
-    ) -> tuple[list[_Piece], list[int], tuple[int, int, int]]:
-        """Parts that cover the tokens, numbers of the planes, and shape of a read."""
+    ) -> tuple[Pieces, tuple[int, int, int]]:
+        """What covers the tokens, and the shape of a read."""
         stop = self.tokens if stop is None else stop
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"tokens {start}:{stop} of sample {self.id!r}, it has {self.tokens}")
         planes = self._dataset.planes_of(self.layers if layers is None else layers)
         wanted = [p for p in self.stored if max(p.position, start) < min(p.position + p.rows, stop)]
         self._check_covered(wanted, start, stop)
-        parts = [self._part(p, start, stop) for p in wanted]
+        pieces = Pieces([self._piece(p, start, stop) for p in wanted], planes, self._dataset.cache)
         # Memory is taken by this shape, and rows in the tables bound it; a file's tokens do not.
-        return parts, planes, (stop - start, len(planes), self._dataset.info.hidden)
+        return pieces, (stop - start, len(planes), self._dataset.info.hidden)
 
-    def _part(self, p: Part, start: int, stop: int) -> _Piece:
+    def _piece(self, p: Part, start: int, stop: int) -> Piece:
         """The rows of ``p`` that lie in ``[start, stop)``."""
         shard = self._dataset.shard(p.shard)
         first, last = max(p.position, start), min(p.position + p.rows, stop)
@@ -315,33 +218,7 @@ class Sample:
                 f"{self._shard.path}: sample {self.id!r} has rows {row}+{rows} in a chunk of "
                 f"{total} in {shard.path}: these files do not belong together"
             )
-        return _Piece(shard, p.chunk, row, rows, first - start)
-
-    def _words(self, p: _Piece, fd: int, plane: int, out: codec.U16) -> None:
-        """One plane of a part."""
-        if p.whole:
-            p.shard.plane_words(fd, p.chunk, plane, out)
-        else:
-            codec.join(*self._bytes(p, fd, plane), p.shard.bias(fd, p.chunk)[plane], out)
-
-    def _bytes(self, p: _Piece, fd: int, plane: int) -> Plane:
-        """Exponents and sign+mantissa of a part's rows."""
-        keep = p.rows < p.shard.chunk_rows(p.chunk)
-        exponents, mantissas = self._dataset.cache.get(p.shard, fd, p.chunk, plane, keep=keep)
-        hidden = p.shard.header.meta.hidden
-        span = slice(p.row * hidden, (p.row + p.rows) * hidden)
-        return exponents[span], mantissas[span]
-
-    def _bytes_into(self, p: _Piece, plane: int, out: Plane) -> None:
-        with p.shard.open() as fd:
-            if p.whole:
-                p.shard.plane_into(fd, p.chunk, plane, out)
-            else:
-                out[0][:], out[1][:] = self._bytes(p, fd, plane)
-
-    def _bias(self, p: _Piece) -> codec.U8:
-        with p.shard.open() as fd:
-            return p.shard.bias(fd, p.chunk)
+        return Piece(shard, p.chunk, row, rows, first - start)
 
     def _check_covered(self, parts: Sequence[Part], start: int, stop: int) -> None:
         at = start

@@ -22,7 +22,7 @@ _BUFFERS = 2  # each thread's: one is filled while the other goes up
 _SIGN_AND_MANTISSA = 0x807F - 0x10000
 
 
-class Rows(NamedTuple):
+class PackedRows(NamedTuple):
     """Consecutive rows of one plane, still packed."""
 
     at: int
@@ -73,7 +73,7 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def upload(rows: Iterable[Rows], shape: tuple[int, int, int], device: Any) -> torch.Tensor:
+def upload(rows: Iterable[PackedRows], shape: tuple[int, int, int], device: Any) -> torch.Tensor:
     """``[tokens, layers, hidden]`` torch.bfloat16 on ``device``, of rows that cover it."""
     device = torch.device(device)
     hidden = shape[2]
@@ -103,9 +103,9 @@ def join(
     torch.bitwise_or(words, signs, out=out)
 
 
-def _batches(rows: Iterable[Rows], limit: int) -> Iterator[list[Rows]]:
+def _batches(rows: Iterable[PackedRows], limit: int) -> Iterator[list[PackedRows]]:
     """Neighbours of one plane and one bias table, in ``limit`` lines of ``hidden`` bytes."""
-    batch: list[Rows] = []
+    batch: list[PackedRows] = []
     count = 0
     for r in rows:
         if batch and (
@@ -121,7 +121,7 @@ def _batches(rows: Iterable[Rows], limit: int) -> Iterator[list[Rows]]:
         yield batch
 
 
-def _fill(batch: list[Rows], lines: codec.U8) -> None:
+def _fill(batch: list[PackedRows], lines: codec.U8) -> None:
     count = len(lines) // 2
     at = 0
     for r in batch:

@@ -17,10 +17,10 @@ from hstransport.errors import (
 from hstransport.protocol import Segment
 
 from . import codec
+from .carry import pack_carry, unpack_carry
 from .findings import Flags, Run, VerifyReport, Walked
 from .format import read_footer
-from .index import ChunkRecord, EndRecord, Progress, ShardIndex, StartRecord, WindowRecord
-from .progress import pack_progress, unpack_progress
+from .index import Carry, ChunkRecord, EndRecord, ShardIndex, StartRecord, WindowRecord
 from .shard import Shard, open_file
 from .tables import Tables, parse_tables
 from .walk import apply, chunk_planes, read_bias, read_head, walk
@@ -66,8 +66,8 @@ def _verify_frames(
     head = read_head(fd, size, path)
     if number >= 0 and head.header.number != number:
         report.note(path, f"is shard number {head.header.number} under another name")
-    carry_in = _carry(head.progress)
-    index = ShardIndex(head.header, head.progress)
+    carry_in = _comparable(head.carry)
+    index = ShardIndex(head.header, head.carry)
     flags: list[Flags | None] = []
     owners: list[tuple[Run, tuple[Segment, ...]]] = []
     starts: dict[tuple[Run, int], int] = {}
@@ -92,7 +92,7 @@ def _verify_frames(
     except (TornShardError, CorruptShardError) as e:
         if not (partial and isinstance(e, TornShardError)):
             report.note(path, str(e))
-    carry_out = _carry(index.progress)
+    carry_out = _comparable(index.carry)
     tables = index.tables()
     if not partial:
         try:
@@ -119,16 +119,16 @@ def _verify_footer(
         report.note(path, f"footer at byte {footer.offset}, but frames end at {frames_end}")
     for what in _differences(said, index.tables()):
         report.note(path, f"footer: {what} differs from what the frames say")
-    if _carry(unpack_progress(footer, said.carry)) != carry:
+    if _comparable(unpack_carry(footer, said.carry)) != carry:
         report.note(path, "footer: carry differs from what the frames say")
     return said, footer.offset
 
 
-def _carry(progress: Progress) -> bytes:
+def _comparable(carry: Carry) -> bytes:
     """What a carry says, to be compared with another: runs that a consumer has only announced are
     in there or not, and in any order."""
-    stored = [key for key, run in progress.items() if run.next_seq or run.open]
-    return pack_progress({key: progress[key] for key in sorted(stored)})
+    stored = [key for key, run in carry.items() if run.next_seq or run.open]
+    return pack_carry({key: carry[key] for key in sorted(stored)})
 
 
 def _differences(said: Tables, walked: Tables) -> Iterator[str]:

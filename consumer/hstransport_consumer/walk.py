@@ -23,21 +23,21 @@ from hstransport.protocol import (
 
 from . import codec
 from . import format as fmt
+from .carry import check_uids, unpack_carry, unpack_parts
 from .format import DatasetMeta, Frame, Header, corrupt, pread_into, read_frame, read_header, torn
 from .index import (
     BiasRecord,
+    Carry,
     ChunkRecord,
     EndRecord,
     Item,
     Part,
-    Progress,
     RecordError,
     RunRecord,
     ShardIndex,
     StartRecord,
     WindowRecord,
 )
-from .progress import check_uids, unpack_parts, unpack_progress
 from .states import STATES
 
 Record = RunRecord | WindowRecord
@@ -48,7 +48,7 @@ class Head:
     """What precedes a shard's windows."""
 
     header: Header
-    progress: Progress
+    carry: Carry
     end: int
 
 
@@ -58,7 +58,7 @@ def read_head(fd: int, size: int, path: Path) -> Head:
     frame = read_frame(fd, at, size, path)
     if frame.kind != fmt.CARRY:
         raise frame.corrupt("a carry frame is due")
-    return Head(header, unpack_progress(frame, frame.body), frame.end)
+    return Head(header, unpack_carry(frame, frame.body), frame.end)
 
 
 def walk(fd: int, start: int, size: int, path: Path, meta: DatasetMeta) -> Iterator[Record]:

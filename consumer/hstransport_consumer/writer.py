@@ -20,34 +20,22 @@ from typing import Literal
 
 import numpy as np
 
-from hstransport.errors import ShardError
 from hstransport.protocol import End, SessionInfo, pack_info
 
 from . import codec, directory
 from . import format as fmt
-from .appender import Appender
 from .bias import ENOUGH_ROWS, BiasEstimate
-from .encode import Bias, Packer, write_window
-from .format import DatasetMeta, Header, frame_of, pack_map
+from .chain import ShardChain
+from .encode import Bias, ChunkPacker, write_window
+from .format import DatasetMeta, pack_map
 from .index import RunRecord, RunState, ShardIndex, WindowRecord
 from .plan import Entry, Known, Touched, WindowPlan, plan_window
 from .prefixes import Prefixes
-from .progress import pack_progress
-from .recover import look, reopen
+from .recover import look
 from .results import Ended, WindowResult
 from .states import Coverage, State
 
 UNFINISHED_REASON = "unfinished"
-FULL_INDEX_BYTES = 32 << 20
-"""A shard is finished when its index has so many bytes, however small its samples are."""
-
-FULL_SHARDS = fmt.MAX_SHARDS // 2
-"""And when its samples have parts in so many others."""
-
-
-def new_uid() -> bytes:
-    """A shard's name for life."""
-    return os.urandom(16)
 
 
 @dataclass(frozen=True)
@@ -97,39 +85,27 @@ class DatasetWriter:
         if threads < 1 or shard_bytes < 1:
             raise ValueError(f"threads={threads}, shard_bytes={shard_bytes}: both must be positive")
         self.directory = Path(directory_path)
-        self._shard_bytes = shard_bytes
-        self._durable = durability == "machine"
         self._min_free = min_free
-        self._on_shard = on_shard
         directory.create(self.directory)
         self._lock = directory.Lock(self.directory)
         try:
             found = look(self.directory, trust_kernel=self._lock.same_boot)
-            self._file = reopen(found, durable=self._durable)
+            self._shards = ShardChain(
+                self.directory,
+                found,
+                shard_bytes=shard_bytes,
+                durable=durability == "machine",
+                on_shard=on_shard,
+            )
         except BaseException:
             self._lock.close()
             raise
-        self._index = found.unfinished.index if found.unfinished else None
-        self._next_number = found.next_number
         self._meta = found.meta
-        self._progress = found.progress
+        self._carry = found.carry
         self._estimate = found.estimate
-        self._packer = Packer(threads)
-        self._prefixes = Prefixes(self.directory, found.progress)
-        if self._index:
-            header = self._index.header
-            self._prefixes.begin_shard(header.uid, header.number)
+        self._packer = ChunkPacker(threads)
+        self._prefixes = Prefixes(self.directory, found.carry)
         self._begun: deque[_Begun] = deque()
-        self._out_of_step = False
-        """Interrupted after the file had a window and before the index had all of it."""
-        if self._file is None and self._meta and found.kept_number < self._next_number:
-            # Written by a release without .next, or copied without hidden files. From now on its
-            # shards may be taken away.
-            try:
-                self._keep_next(self._meta, pack_progress(self._progress))
-            except BaseException:
-                self._lock.close()
-                raise
         self.samples = self.whole = self.tokens = self.raw_bytes = self.stored_bytes = 0
         """Since this writer was opened: samples ended, those whole, tokens and bytes stored."""
 
@@ -146,16 +122,16 @@ class DatasetWriter:
         if self._meta is None:
             self._meta = meta
         self._meta.check_same(meta, str(self.directory))
-        self._progress.setdefault((info.run, info.rank), RunState(info))
+        self._carry.setdefault((info.run, info.rank), RunState(info))
 
     def next_seq(self, run: str, rank: int) -> int:
         """The first record of the run that is not stored yet."""
-        state = self._progress.get((run, rank))
+        state = self._carry.get((run, rank))
         return state.next_seq if state else 0
 
     def open_runs(self) -> list[SessionInfo]:
         """The runs that have samples without an end."""
-        return [run.info for run in self._progress.values() if run.open]
+        return [run.info for run in self._carry.values() if run.open]
 
     def write_window(
         self,
@@ -244,7 +220,7 @@ class DatasetWriter:
         Returns them. Their ``tokens`` is what their rows reach to.
         """
         self._check_idle()
-        state = self._progress.get((run, rank))
+        state = self._carry.get((run, rank))
         if state is None or not state.open:
             self._prefixes.end_run((run, rank))
             return []
@@ -260,13 +236,11 @@ class DatasetWriter:
 
     def flush(self) -> None:
         """Make all that was written outlive the machine."""
-        if self._file:
-            self._file.sync()
+        self._shards.sync()
 
     def finish_shard(self) -> None:
         """Finish the shard that is being written; the next window begins another one."""
-        if self._file and not self._out_of_step:
-            self._finish()
+        self._shards.finish()
 
     def close(self) -> None:
         """Finish the shard and give the directory free. An empty shard leaves no file.
@@ -278,15 +252,13 @@ class DatasetWriter:
             self.finish_shard()
         finally:
             self._packer.close()
-            if self._file:
-                self._file.close()  # waits for the sync that is under way
-                if self._file.sync_error:
-                    self._lock.doubt()
-                self._file = None
+            self._shards.close()  # waits for the sync that is under way
+            if self._shards.sync_error:
+                self._lock.doubt()
             self._lock.close()
 
     def _run(self, run: str, rank: int) -> RunState:
-        state = self._progress.get((run, rank))
+        state = self._carry.get((run, rank))
         if state is None:
             raise ValueError(f"run {run} rank {rank} was not announced: call begin_run first")
         return state
@@ -333,7 +305,9 @@ class DatasetWriter:
         if window.first_seq == window.next_seq and not plan.touched:
             return WindowResult(repeated=window.repeated)
         self._check_room()
-        file, index = self._shard()
+        assert self._meta is not None
+        file, index = self._shards.current(self._meta)
+        self._prefixes.begin_shard(index.header.uid, index.header.number)
         before = file.size
         bias = self._bias(window, index)
         self._prefixes.resolve(run, plan, index.chunks)
@@ -354,7 +328,7 @@ class DatasetWriter:
             for record in records:
                 index.apply(record)
         except BaseException:
-            self._out_of_step = file.size != before
+            self._shards.out_of_step = file.size != before
             raise
         self._prefixes.written()
         self._estimate = window.estimate
@@ -402,8 +376,10 @@ class DatasetWriter:
                     rows += pieces[-1].rows
         medians = codec.median_exponents(pieces, self._meta.planes, self._meta.hidden)
         # A table has to be written anyway; windows begun behind others are not worth a guess.
-        index = self._index
-        new_shard = not self._begun and (index is None or self._full() or not index.bias)
+        index = self._shards.index
+        new_shard = not self._begun and (
+            index is None or self._shards.begins_next or not index.bias
+        )
         return estimate.observe(medians, rows, new_shard=new_shard)
 
     def _bias(self, window: _Begun, index: ShardIndex) -> Bias | None:
@@ -413,72 +389,6 @@ class DatasetWriter:
         count = len(index.bias)
         new = not count or estimate.table is not self._estimate.table
         return Bias(count if new else count - 1, estimate.table, estimate.rows, new)
-
-    def _full(self) -> bool:
-        assert self._file and self._index
-        return (
-            self._file.size >= self._shard_bytes
-            or self._index.bytes >= FULL_INDEX_BYTES
-            or len(self._index.shards) >= FULL_SHARDS
-        )
-
-    def _shard(self) -> tuple[Appender, ShardIndex]:
-        """The shard to write to; a full one is finished first."""
-        if self._out_of_step:
-            raise ShardError(
-                f"{self.directory}: this writer was interrupted in the midst of a window; close "
-                "it and open another, which recovers the shard"
-            )
-        if self._file and self._index:
-            if not self._full():
-                return self._file, self._index
-            self._finish()
-        assert self._meta is not None
-        header = Header(new_uid(), self._next_number, self._meta)
-        head = self._head(header, pack_progress(self._progress))
-        path = directory.partial_path(self.directory, self._next_number)
-        self._file = Appender.create(path, head, durable=self._durable)
-        self._index = ShardIndex(header, self._progress)
-        self._prefixes.begin_shard(header.uid, header.number)
-        self._next_number += 1
-        return self._file, self._index
-
-    def _head(self, header: Header, carry: bytes) -> list[bytes | memoryview]:
-        """What a shard begins with that begins now."""
-        return [fmt.pack_header(header), *frame_of(fmt.CARRY, [carry])]
-
-    def _keep_next(self, meta: DatasetMeta, carry: bytes) -> None:
-        """Note what the next shard is to begin with; its uid it gets when it does."""
-        head = self._head(Header(bytes(16), self._next_number, meta), carry)
-        directory.keep_next(self.directory, head)
-
-    def _finish(self) -> None:
-        file, index = self._file, self._index
-        assert file and index
-        if not index.windows:
-            file.discard()
-            self._next_number -= 1
-            self._file = self._index = None
-        else:
-            carry = pack_progress(self._progress)
-            tail = footer_of(index, carry, file.size)
-            name = directory.shard_path(self.directory, index.header.number)
-            # From its name on the shard may be taken away: what is to be known of it comes first.
-            file.finish(
-                tail,
-                name,
-                ready=lambda: self._keep_next(index.header.meta, carry),
-            )
-            self._file = self._index = None
-            directory.sync(self.directory)
-            if self._on_shard:
-                self._on_shard(name)
-
-
-def footer_of(index: ShardIndex, carry: bytes, at: int) -> list[bytes | memoryview]:
-    """What a shard ends with whose frames end at byte ``at``, in parts of bytes."""
-    footer = frame_of(fmt.FOOTER, index.tables().pack(carry))
-    return [*footer, fmt.pack_trailer(at, sum(map(len, footer)), index.header.uid)]
 
 
 def _ended(plan: WindowPlan, run: RunState) -> Iterator[Ended]:

@@ -7,7 +7,8 @@ Each line is one JSON object. In: the body of POST /generate, whose ``rid`` name
 or ``failed``. The end of stdin is the end of the engine. Exit status 2: bad arguments.
 
 A process of its own, because SGLang kills the process that holds an Engine, and all its children,
-when one of the engine's processes dies. Beside the plugin the one file that imports SGLang.
+when one of the engine's processes dies. Beside the plugin (``hstransport/sglang``) the one file
+that imports SGLang.
 """
 
 from __future__ import annotations

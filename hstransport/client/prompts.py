@@ -16,14 +16,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import HsTransportError, ProtocolError
-from ..protocol import (
-    MAX_ID_BYTES,
-    MAX_META_BYTES,
-    Label,
-    TokenIds,
-    check_labels,
-    encode_loss_mask,
-)
+from ..protocol import MAX_META_BYTES, TokenIds
+from ..tags import MAX_ID_BYTES, Label, check_labels, encode_loss_mask
 from .chat import ChatTokenizer, UnusableChat
 
 _CONTENTS = ("messages", "text", "input_ids")

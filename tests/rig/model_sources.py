@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hstransport.errors import CaptureError
-from hstransport.layers import enable_capture
+from hstransport.sglang.layers import enable_capture
 
 from .build_env import ROOT
 

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from hstransport import sglang_plugin
 from hstransport.patching import known_patches
 from hstransport.settings import Settings
+from hstransport.sglang import hooks
+from hstransport.sglang.plugin import Plugin
 
 from .build_env import TRIED
 from .sglang_source import ROOT, NoDownload, Source, arguments, offered
@@ -104,8 +105,8 @@ def targets(source: Source) -> list[str]:
         there = (f"{m}.{c}" for m, c in owners if source.method(m, c, method))
         return next(there, classes[0])
 
-    with patch.object(sglang_plugin, "_first_there", first_there):
-        return list(sglang_plugin._hooks(sglang_plugin.Plugin(Settings())))
+    with patch.object(hooks, "first_there", first_there):
+        return list(hooks.hooks_of(Plugin(Settings())))
 
 
 def lacks(source: Source) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .errors import CaptureError
+from ..errors import CaptureError
 
 _STATE, _RESIDUAL = "hidden_states", "residual"
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import CaptureError
+from ..errors import CaptureError
 
 _EAGLE3, _DFLASH = "set_eagle3_layers_to_capture", "set_dflash_layers_to_capture"
 _FLAG = "_is_layer_to_capture"

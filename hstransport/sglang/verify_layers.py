@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .capture import split_packed
-from .errors import CaptureError
+from ..capture import split_packed
+from ..errors import CaptureError
 from .layer_hooks import Decoder
 from .layers import decoder_of
 

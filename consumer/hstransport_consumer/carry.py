@@ -11,15 +11,16 @@ import msgpack
 import numpy as np
 
 from hstransport.errors import ProtocolError
-from hstransport.protocol import MAX_ID_BYTES, pack_info, unpack_info
+from hstransport.protocol import pack_info, unpack_info
+from hstransport.tags import MAX_ID_BYTES
 
 from .format import MAX_SHARDS, MAX_TOKENS, Frame
-from .index import OpenSample, Part, Progress, RunState
+from .index import Carry, OpenSample, Part, RunState
 
 _PART = np.dtype("<u4")
 
 
-def pack_progress(progress: Progress) -> bytes:
+def pack_carry(carry: Carry) -> bytes:
     """msgpack of all runs: info, next_seq, open samples and where their rows are."""
     refs: dict[bytes, int] = {}
 
@@ -29,8 +30,8 @@ def pack_progress(progress: Progress) -> bytes:
     out = msgpack.Packer(autoreset=False)  # bytes at once: there may be very many samples
     out.pack_map_header(2)
     out.pack("runs")
-    out.pack_array_header(len(progress))
-    for run in progress.values():
+    out.pack_array_header(len(carry))
+    for run in carry.values():
         out.pack_map_header(3)
         for item in ("info", pack_info(run.info), "next", run.next_seq, "open"):
             out.pack(item)
@@ -70,13 +71,13 @@ def check_uids(frame: Frame, uids: Any) -> list[bytes]:
     return list(uids)
 
 
-def unpack_progress(frame: Frame, data: bytes) -> Progress:
-    """Inverse of :func:`pack_progress`; ``frame`` says where ``data`` was read."""
+def unpack_carry(frame: Frame, data: bytes) -> Carry:
+    """Inverse of :func:`pack_carry`; ``frame`` says where ``data`` was read."""
     raw = frame.unpack_map(data)
     runs, shards = raw.get("runs"), check_uids(frame, raw.get("shards"))
     if not isinstance(runs, list):
         raise frame.corrupt("carry: runs are missing")
-    progress: Progress = {}
+    carry: Carry = {}
     for r in runs:
         if not isinstance(r, dict) or not isinstance(r.get("open"), list):
             raise frame.corrupt("carry: a run is malformed")
@@ -88,8 +89,8 @@ def unpack_progress(frame: Frame, data: bytes) -> Progress:
         for fields in r["open"]:
             sample = _sample(frame, fields, shards)
             state.open[sample.sid] = sample
-        progress[info.run, info.rank] = state
-    return progress
+        carry[info.run, info.rank] = state
+    return carry
 
 
 def _sample(frame: Frame, fields: Any, shards: list[bytes]) -> OpenSample:
