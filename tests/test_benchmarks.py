@@ -98,6 +98,7 @@ def test_serving_smoke_has_its_figures_and_lost_nothing(tmp_path):
     assert written["hstransport_bytes_per_sample"] < raw < written["json_bytes_per_sample"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sglang
 def test_serving_gpu_smoke_has_its_figures_and_lost_nothing(tmp_path):
     written = smoke("serving_gpu.py", tmp_path / "serving.json")
@@ -149,6 +150,7 @@ def test_writes_smoke_compares_all_ways(tmp_path):
     assert not list((tmp_path / "place").iterdir())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sglang
 def test_seed_run_smoke_packs_verifies_and_deletes_every_shard(tmp_path):
     written = smoke("seed_run.py", tmp_path / "seed.json", "--prompts", "200", "--offset", "40")

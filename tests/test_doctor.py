@@ -150,6 +150,7 @@ def smollm2(servers, module_ring_dir):
     return serve(servers, module_ring_dir, "smollm2")
 
 
+@pytest.mark.exhaustive
 def test_records_of_others_stay_in_the_ring(smollm2, doctor, model_dir, module_ring_dir):
     ask(smollm2, "somebody's", [5, 6, 7, 8])
     (ring,) = find_rings(module_ring_dir, "smollm2")

@@ -123,6 +123,7 @@ def test_embedding_code_runs(ring_dir):
     assert [states.shape for _, states in trained] == [(5, 64)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sglang
 def test_four_lines_for_ones_own_server(model_dir, ring_dir, tmp_path):
     """The README's lines themselves, with the CPU's arguments added to the server's."""

@@ -58,6 +58,7 @@ def test_tiny_model_is_the_same_bytes_every_time(architecture, tmp_path):
     assert (config["model_type"], config["hidden_size"]) == (architecture, 64)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sglang
 def test_server_that_cannot_start_says_why(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')

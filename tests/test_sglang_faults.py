@@ -57,7 +57,11 @@ def check(sample, answer, input_ids):
 
 
 @pytest.mark.parametrize(
-    ("policy", "seconds"), [("drop", "0"), ("block", "0.4")], ids=["drop", "block"]
+    ("policy", "seconds"),
+    [
+        pytest.param("drop", "0", id="drop"),
+        pytest.param("block", "0.4", id="block", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_full_ring_without_consumer_costs_samples_and_names_them(
     servers, tmp_path, module_ring_dir, policy, seconds

@@ -27,7 +27,8 @@ def serve(servers, model, ring_dir, layers, by="auto"):
 
 
 # Captured by SGLang as a list and packed; dense, and MLA with experts.
-@pytest.mark.parametrize("model", ["llama", pytest.param("dsv3", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model", ["llama", "dsv3"])
 def test_layers_from_the_first_to_the_last_are_compared_and_captured(
     servers, model, tmp_path, ring_dir
 ):

@@ -251,6 +251,7 @@ def test_a_thousand_requests_wait(server, consumer):
         assert samples[name].token_ids.tolist()[: len(ids)] == ids
 
 
+@pytest.mark.exhaustive
 def test_two_replicas_have_two_rings_and_one_dataset(model_dir, ring_dir, tmp_path):
     cores = sorted(os.sched_getaffinity(0))
     env = environment(ring_dir, "replicas", HSTRANSPORT_ROWS="prompt")

@@ -636,7 +636,7 @@ def test_a_sync_that_fails_beside_a_window_is_not_forgotten_for_the_next(
     def fail_now() -> None:
         failing.set()
         deadline = time.monotonic() + 30
-        while writer._file and not writer._file.sync_error:
+        while not writer._shards.sync_error:
             assert time.monotonic() < deadline
 
     writer.begin_window(
