@@ -222,7 +222,8 @@ def test_hooks_on_layers_take_what_the_model_hands_out(server, consumer, model, 
         "HSTRANSPORT_LAYERS_BY": "hooks",
     }
     arguments = [
-        *("--load-format", "auto", "--chunked-prefill-size", str(CHUNK)),
+        *("--load-format", "auto", "--enable-return-hidden-states"),
+        *("--chunked-prefill-size", str(CHUNK)),
         *("--mem-fraction-static", "0.2", "--cuda-graph-max-bs-decode", str(LARGEST_GRAPH)),
     ]
     options = {"max_running": 16, "max_total_tokens": 32768, "env": env}
