@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,10 @@ from rig.models import model_dir as make_model
 from rig.server import SGLangServer
 
 SHM = Path("/dev/shm")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell has started this in the background: children would ignore their interrupts as well.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
